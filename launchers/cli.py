@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatfm.config import Config, load_config, load_section
 from megatfm.config.prep import PrepConfig
+from megatfm.config.sources import check_is_run
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
 from megatfm.launchers import scheduler
@@ -186,8 +187,7 @@ def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepCon
         prep = load_section(PrepConfig, args.config, args.overrides)
         return "prep", prep, f"prep-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(prep.out).name)}"[:100]
     if args.evaluate:
-        if not (Path(args.config) / "config.toml").is_file():
-            raise UsageError(f"{args.config}: not a run directory: give --evaluate the one to evaluate")
+        check_is_run(Path(args.config))
         run = load_config(args.config)
         check_foreign_plugins(run.plugins, args.config, trusted=args.trust_plugins)
         return "evaluate", run.model_copy(update={"run_dir": str(Path(args.config).absolute())}), run.name

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from megatfm.launchers.record import TAIL_BYTES
-from megatfm.launchers.run_jobs import read_job_ids
+from megatfm.launchers.run_jobs import read_evaluation_job_ids, read_job_ids
 
 POLL_SECONDS = 0.5
 BLOCK_BYTES = 2**16
@@ -113,12 +113,14 @@ class ErrorScanner:
 
 
 def select_logs(run: Path, all_ranks: bool = False, scanner: ErrorScanner | None = None) -> dict[Path, str]:
-    """Return the logs to show, path → short label: the job's log, and those of all ranks or of ranks with errors.
+    """Return the logs to show, path → short label: the jobs' logs, and those of all ranks or of ranks with errors.
 
     Omits rank 0's log if there is a job, whose log contains it. scanner: one that has scanned the logs before.
     """
     batch_logs, scanner = find_job_logs(run), scanner or ErrorScanner()
     labels = {path: "job" if len(batch_logs) == 1 else path.stem.rpartition("_")[2] for path in batch_logs}
+    evaluation_logs = {run / "logs" / f"slurm-{job}.log": f"job {job}" for job in read_evaluation_job_ids(run)}
+    labels |= {path: label for path, label in evaluation_logs.items() if path.exists()}
     for path in sorted((run / "logs").glob("*.log"), key=_get_log_rank):
         rank = _get_log_rank(path)
         if rank < 0:

@@ -101,16 +101,18 @@ def prolog(args: argparse.Namespace) -> int:
     submission = get_submission_id(args.run, job)
     if unfinished := attempt_log.find_unfinished_attempt(submission):
         cause = find_failure_cause(args.log, args.run, unfinished.time)
-        attempt_log.end(
+        batch_host = f" on {unfinished.nodes[0]}" if unfinished.nodes else ""
+        ended_attempt = attempt_log.end(
             replace(
                 unfinished,
                 ended=now,
                 asked=cause.ended_by_slurm,
-                reason=cause.reason or "its job script was killed",
+                reason=cause.reason or f"its job script{batch_host} was killed",
                 failed_host=cause.host,
                 failed_rank=cause.rank,
             )
         )
+        log(f"the attempt before: {ended_attempt.reason}; the newest checkpoint is of step {ended_attempt.step}")
     attempt = attempt_log.begin(Attempt(now, submission, job, _read_restart_count(), nodes))
     n_attempts = sum(earlier.submission == submission for earlier in attempt_log.attempts)
     log(f"attempt {n_attempts}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")

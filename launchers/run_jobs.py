@@ -73,6 +73,11 @@ def find_active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
     return {job: state for job, state in states.items() if not state.is_over}
 
 
+def find_active_evaluations(run: Path) -> dict[str, JobState]:
+    """Return the evaluation jobs of a run that wait, run or have an unknown state: job id → state."""
+    return find_active_jobs(read_evaluation_job_ids(run))
+
+
 def get_run_job_state(run: Path) -> JobState:
     """Return the state of a run's jobs: of the running one, else the next pending one, else the last.
 
@@ -107,15 +112,15 @@ def _explain_pending(job: str, reason: str) -> str:
 
 
 def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
-    """Describe how many tasks of an array run, wait and are over."""
+    """Describe how many tasks of an array are running, waiting and ended."""
     running = [row[2] for row in rows if row[0] == "RUNNING"]
     pending = [row for row in rows if row[0] == "PENDING"]
     clauses = [
-        f"{len(running)} of {count} tasks run on {', '.join(sorted(set(running)))}" if running else "",
-        f"{len(pending)} wait ({_explain_pending(job, pending[0][1])})" if pending else "",
-        f"{n_over} are over" if (n_over := count - len(rows)) > 0 else "",
+        f"{len(running)} of {count} tasks running on {', '.join(sorted(set(running)))}" if running else "",
+        f"{len(pending)} waiting ({_explain_pending(job, pending[0][1])})" if pending else "",
+        f"{n_over} ended" if (n_over := count - len(rows)) > 0 else "",
     ]
-    return "; ".join(filter(None, clauses)) or f"{len(rows)} tasks are ending"
+    return "; ".join(filter(None, clauses)) or f"{len(rows)} ending"
 
 
 def get_job_state(job: str, tasks: int = 1) -> JobState:
@@ -167,7 +172,7 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
     run = job.run_dir
     if job.kind != "evaluate":
         check_no_process(run)
-    evaluations = find_active_jobs(read_evaluation_job_ids(run))
+    evaluations = find_active_evaluations(run)
     conflicting = evaluations if job.kind == "evaluate" else find_active_jobs(read_job_ids(run))
     for job_id, state in conflicting.items():
         if state.is_unknown:

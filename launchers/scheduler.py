@@ -3,21 +3,28 @@
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.terminal import print_to_stderr
 
+NOTICE_SECONDS = 3.0
+"""Seconds without an answer after which a user is told what is waited for."""
 TIMEOUT_SECONDS = 60.0  # SLURM's commands hang for longer when slurmctld is dead
 _FIELD = re.compile(r"(\w[\w:/]*)=(.*?)(?= \w[\w:/]*=|$)")
 
 
 def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a SLURM command; return its output.
+    """Run a SLURM command; return its output. Says so on stderr if SLURM takes long to answer.
 
     environment: the command's environment, if not this process's. Raises UsageError if the command isn't installed,
     MegatfmError if it fails or times out.
     """
+    notice = threading.Timer(NOTICE_SECONDS, print_to_stderr, [f"waiting for SLURM: no answer to {argv[0]} yet"])
+    notice.daemon = True
+    notice.start()
     try:
         result = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, env=environment
@@ -28,6 +35,8 @@ def run_slurm_command(*argv: str, environment: Mapping[str, str] | None = None) 
         raise UsageError(f"{argv[0]} on PATH can't be run ({error.strerror}): ask for access to SLURM") from None
     except subprocess.TimeoutExpired:
         raise MegatfmError(f"{argv[0]} gave no answer in {TIMEOUT_SECONDS:.0f} s: is slurmctld up?") from None
+    finally:
+        notice.cancel()
     if result.returncode:
         output = " ".join((result.stderr or result.stdout).split()) or f"exit code {result.returncode}"
         raise MegatfmError(f"{' '.join(argv[:3])}: {output}")
@@ -107,6 +116,12 @@ def list_usable_nodes(partition: str) -> set[str]:
         if state and not re.match(r"down|drain|drng|fail|unk|maint|.*\*$", state):
             usable.add(name)
     return usable
+
+
+def find_jobs_of_script(script: str) -> list[str]:
+    """Return the ids of this user's jobs in the queue that run a batch script. Raises MegatfmError, UsageError."""
+    rows = [line.split("|", 2) for line in run_slurm_command("squeue", "-h", "--me", "-o", "%F|%T|%o").splitlines()]
+    return [row[0] for row in rows if row[-1] == script and row[1] != "COMPLETING"]
 
 
 def submit_script(script: str, dependency: str = "") -> str:

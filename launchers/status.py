@@ -26,11 +26,10 @@ from megatfm.launchers.record import (
 )
 from megatfm.launchers.run_jobs import (
     CLOCK_SKEW_SECONDS,
-    find_active_jobs,
+    find_active_evaluations,
     get_foreground_state,
     get_locked_state,
     get_run_job_state,
-    read_evaluation_job_ids,
 )
 
 SPEED_STEPS = 50
@@ -55,7 +54,7 @@ class RunStatus:
     checkpoint: int = 0
     event: str = ""
     work: str = ""
-    """Stage of a preparation, and its number of finished parts."""
+    """Evaluation jobs that wait or run, or the stage of a preparation and its number of finished parts."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as JSON's types."""
@@ -92,9 +91,8 @@ def get_run_status(run: Path) -> RunStatus:
     is_prep = is_prep_run(run)
     if is_prep:
         state = correct_prep_job_state(run, state)
-    for job, evaluation in find_active_jobs(read_evaluation_job_ids(run)).items():
-        prefix = f"{state.reason}; " if state.reason else ""
-        state = replace(state, reason=f"{prefix}evaluation in job {job}: {evaluation.name}")
+    work = [describe_prep_progress(run)] if is_prep else []
+    work += [f"evaluation in job {job}: {state.name}" for job, state in find_active_evaluations(run).items()]
     last_step = get_finite_number(last, "step")
     step = int(last_step) if last_step is not None else None
     seconds = [value for record in records if (value := get_finite_number(record, "step_seconds")) is not None]
@@ -113,7 +111,7 @@ def get_run_status(run: Path) -> RunStatus:
         restarts=_count_restarts(run),
         checkpoint=find_latest_checkpoint_step(run),
         event=detail,
-        work=describe_prep_progress(run) if is_prep else "",
+        work="; ".join(filter(None, work)),
     )
 
 

@@ -177,8 +177,8 @@ class Parser(argparse.ArgumentParser):
 def _suggest_settings(command: str, arguments: Sequence[str]) -> str:
     """Return the settings that unknown flags may mean, such as another framework's --micro-batch-size."""
     from megatfm.config import Config
-    from megatfm.config.load import find_keys
     from megatfm.config.prep import PrepConfig
+    from megatfm.config.validation_errors import find_keys
 
     settings = []
     for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):

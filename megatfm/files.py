@@ -25,7 +25,7 @@ LOCK_POLL_SECONDS = 0.02
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a temporary file beside `path`, sync it to disk, and rename it to `path`. Raises OSError.
+    """Write a temporary file beside `path`, sync it to disk, and rename it to `path`. Raises OSError that names `path`.
 
     However the process ends, `path` has its old content or all of the new one. If several processes write the same
     file, the last one wins. Links in place of the temporary file are not followed.
@@ -38,9 +38,11 @@ def atomic_write(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     fsync_directory(path.parent)
 

@@ -5,6 +5,7 @@ background save uses its own group, so that its messages don't mix with those of
 """
 
 import pickle
+import re
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,12 +190,13 @@ def collective_errors(action: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise MegatfmError(f"{action}: the ranks lost each other: {format_error_line(error)}") from error
+        way_out = "the rank whose log ends first is the one to look at"
+        raise MegatfmError(f"{action}: the ranks lost each other: {format_error_line(error)}: {way_out}") from error
 
 
 def format_error_line(error: BaseException) -> str:
     """Return an error's first line, since torch appends stacks; with its type unless it is a MegatfmError."""
-    text = str(error).strip().split("\n", 1)[0]
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error).strip().split("\n", 1)[0])  # without gloo's file and line
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 

@@ -187,7 +187,7 @@ _EDGE = np.dtype("<u8")
 def mark_near_duplicates(rows: KeyTable, context: DedupContext, bands: int, similarity: float) -> StageResult:
     """Mark all rows except the first of each cluster, as `context.marks`; a row is a signature of `bands` bands.
 
-    Returns `each`, the number of rows in a file of marks.
+    Returns `marks_per_file`.
     """
     return _ClusterSearch(rows, context, bands, similarity).run()
 
@@ -204,7 +204,7 @@ class _ClusterSearch:
         run("sort", partitioning.chunks, total, self._sort)
         run("buckets", self._bands * partitioning.ranges, total * self._bands, self._join)
         run("gather", partitioning.chunks, total, self._gather)
-        return run("clusters", 1, total, self._cluster_chunk, lambda _: {"each": partitioning.chunk_rows})
+        return run("clusters", 1, total, self._cluster_chunk, lambda _: {"marks_per_file": partitioning.chunk_rows})
 
     def _sort(self, chunk: int, advance: UpdateProgress) -> StageResult:
         begin, end = self._partitioning.chunk(chunk)

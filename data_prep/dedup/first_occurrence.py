@@ -44,7 +44,7 @@ SORT_BYTES, JOIN_BYTES = 72, 80
 def mark_repeats(rows: KeyTable, context: DedupContext) -> StageResult:
     """Mark the rows whose key (the first number, or the first two) an earlier row has, as `context.marks`.
 
-    Returns `each`, the number of rows in a file of marks, and for two numbers some `examples`: [row, first row].
+    Returns `marks_per_file`, and for two numbers some `examples`: [row, first row].
     """
     return _RepeatSearch(rows, context).run()
 
@@ -128,7 +128,7 @@ class _RepeatSearch:
 
     def _join_facts(self, parts: Iterable[StageResult]) -> StageResult:
         examples = islice((example for part in parts for example in part.get("examples", ())), EXAMPLES)
-        return {"each": self._partitioning.chunk_rows, "examples": list(examples)}
+        return {"marks_per_file": self._partitioning.chunk_rows, "examples": list(examples)}
 
     def _repeat_records(self, row_indices: RowIndices, firsts: RowIndices) -> NDArray[Any]:
         records = np.empty(len(row_indices), self._repeat_dtype)

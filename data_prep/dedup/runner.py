@@ -158,7 +158,7 @@ class DedupPass:
         context = DedupContext(
             self._stages.folder / duplicates["index"], self._memory_bytes, self._make_part_runner({})
         )
-        marks = context.open_marks(int(begins[-1]), duplicates["each"])
+        marks = context.open_marks(int(begins[-1]), duplicates["marks_per_file"])
 
         def filter_part(
             part: int, documents: Iterator[Document], counts: StepStats, advance: UpdateProgress

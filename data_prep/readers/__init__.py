@@ -27,10 +27,13 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "mediawiki": tuple(f".xml{end}" for end in COMPRESSED),
     "webdataset": (".tar", ".tgz", *(f".tar{end}" for end in COMPRESSED)),
 }
-"""Format of records → suffixes of its files. Other files are text, perhaps compressed; a `.json` may be either."""
+"""Format of records → suffixes of its files. Other files are text, perhaps compressed; a `.json` may be any."""
 
 
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+_TWO_OBJECT_LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}[ \t\r]*\n\s*\{")
+_JSON_HEAD_BYTES = 2**18
+"""Bytes of a `.json` in which its first two lines are looked for."""
 _MODULES = {
     "jsonl": "text",
     "json": "text",
@@ -57,8 +60,12 @@ def find_format(name: str, config: ReadConfig, begin: Callable[[int], bytes]) ->
     name = name.lower()
     if name.endswith(".xml") and begin(100).lstrip(b"\xef\xbb\xbf \r\n").startswith(b"<mediawiki"):
         return "mediawiki"
-    if name.endswith(".json") and _ARRAY.match(begin(100)):
-        return "json"
+    if name.endswith(".json"):
+        head = begin(_JSON_HEAD_BYTES)
+        if _ARRAY.match(head):
+            return "json"
+        if _TWO_OBJECT_LINES.match(head):
+            return "jsonl"
     return next((format_ for format_, suffixes in FORMATS.items() if name.endswith(suffixes)), "text")
 
 

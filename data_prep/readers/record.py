@@ -113,23 +113,31 @@ class _Zstd(_DecompressedStream):
         return data
 
 
-class _Xz(_DecompressedStream):
-    """Decompresses any number of streams. A truncated file raises EOFError at its end."""
+class _Streams(_DecompressedStream):
+    """Decompresses any number of streams of bzip2 or xz. A truncated file raises EOFError at its end.
 
-    def __init__(self, path: Path) -> None:
+    The library's bz2.open ends without an error at a later stream whose beginning is damaged.
+    """
+
+    def __init__(
+        self, path: Path, make_decompressor: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+    ) -> None:
         super().__init__(path)
-        self._stream: lzma.LZMADecompressor | None = None
-        self._unread = b""
+        self._make_decompressor = make_decompressor
+        self._stream: bz2.BZ2Decompressor | lzma.LZMADecompressor | None = None
+        self._unread = self._file.read(_CHUNK)
 
     def _fill(self) -> bytes | None:
         if self._stream is not None and self._stream.eof:
-            self._unread, self._stream = self._stream.unused_data, None
+            # Streams of xz may be padded by zeros, four at a time.
+            self._unread = (self._stream.unused_data or self._file.read(_CHUNK)).lstrip(b"\0")
+            while not self._unread and (block := self._file.read(_CHUNK)):
+                self._unread = block.lstrip(b"\0")
+            self._stream = None
         if self._stream is None:
-            # Streams may be padded by zeros, four at a time.
-            self._unread = (self._unread or self._file.read(_CHUNK)).lstrip(b"\0")
             if not self._unread:
-                return b"" if self._file.peek(1) else None
-            self._stream = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+                return None
+            self._stream = self._make_decompressor()
         if self._stream.needs_input and not self._unread:
             self._unread = self._file.read(_CHUNK)
             if not self._unread:
@@ -138,6 +146,9 @@ class _Xz(_DecompressedStream):
         self._unread = b""
         return content
 
+
+# The older format .lzma, which is the default's other one, takes zeros for an empty stream.
+_make_xz_decompressor = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
 
 MAX_RECORD_BYTES = 2**28
 """Longer records are refused: they come from a damaged file, or from a decompression bomb."""
@@ -191,8 +202,8 @@ def replace_surrogates(text: str) -> str:
 _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".tgz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lambda path: io.BufferedReader(_Xz(path), _CHUNK),
+    ".bz2": lambda path: io.BufferedReader(_Streams(path, bz2.BZ2Decompressor), _CHUNK),
+    ".xz": lambda path: io.BufferedReader(_Streams(path, _make_xz_decompressor), _CHUNK),
     ".zst": lambda path: io.BufferedReader(_Zstd(path), 2**17),
 }
 """Suffix → function that opens such a file for reading."""

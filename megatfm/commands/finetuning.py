@@ -97,6 +97,11 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         check_is_new(Path(args.export))  # before training, not after
     config, notes = make_finetuning_config(args.source, args.config, overrides)
     print_notes(notes)
+    if args.export:
+        from megatfm.convert.electra_pair import choose_exported_models
+        from megatfm.train.corpora import open_tokenizer
+
+        choose_exported_models(open_tokenizer(config)[0].model.model_copy(update={"lora": None}))
     folder, new_paths = config.run_folder, NewPaths()
     write_run_config(config, folder / RESOLVED_CONFIG, new_paths)
     if args.prepare:
@@ -211,7 +216,7 @@ def print_results(results: "TaskResults") -> None:
     if not results.sets:
         return
     names = list(next(iter(results.sets.values()))["metrics"])
-    title = f"{results.checkpoint}, step {results.step}"
+    title = f"{results.checkpoint.parents[1].name}, step {results.step}"
     table = make_table(("set", "examples", "loss", *names), ("set",), title)
     for name, result in results.sets.items():
         cells = []

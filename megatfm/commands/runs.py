@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.config.section import check_path
+from megatfm.config.sources import check_is_run
 from megatfm.errors import UsageError
 from megatfm.files import to_strict_json
 from megatfm.launchers.logs import follow_logs, print_tails
-from megatfm.launchers.run_jobs import cancel_job_id, cancel_run
+from megatfm.launchers.run_jobs import cancel_job_id, cancel_run, find_active_evaluations
 from megatfm.launchers.status import (
     RunStatus,
     get_run_state,
@@ -120,7 +121,7 @@ QUEUE_SECONDS = 10.0
 
 def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/quickstart")
-    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until run and evaluations end")
     parser.add_argument(
         "-n", "--lines", type=int, default=20, metavar="N", help="print the last N lines of each file (20)"
     )
@@ -130,7 +131,7 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def logs_command(args: argparse.Namespace) -> int:
-    """Print the logs that matter: the job's or rank 0's, and those of ranks with errors."""
+    """Print the logs that matter: the jobs' or rank 0's, and those of ranks with errors."""
     run = resolve_run_dir(args.run_dir)
     tails = print_tails(run, args.lines, args.all, include_unfinished=not args.follow)
     if not tails:
@@ -140,7 +141,8 @@ def logs_command(args: argparse.Namespace) -> int:
     def is_over() -> bool:
         nonlocal last_query, run_is_over
         if time.monotonic() - last_query > QUEUE_SECONDS:
-            last_query, run_is_over = time.monotonic(), get_run_state(run).is_over
+            run_is_over = get_run_state(run).is_over and not find_active_evaluations(run)
+            last_query = time.monotonic()
         return run_is_over
 
     if args.follow:
@@ -200,7 +202,6 @@ def report_command(args: argparse.Namespace) -> int:
     """Write a run's report and print where it is."""
     from megatfm.estimate.recorded import compare_with_estimate
     from megatfm.report import write_report
-    from megatfm.report.run import check_is_run
 
     folder = check_path(Path(args.run_dir))
     check_is_run(folder)

@@ -1,8 +1,7 @@
 """Load a config: files and presets, then `key=value` overrides, then validation. Errors are one line."""
 
-import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,12 +9,11 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megatfm.config.foreign_keys import list_foreign_keys, translate_foreign_key
 from megatfm.config.key_migrations import find_renamed_keys, migrate
 from megatfm.config.marked_strings import FromCommandLine, map_strings
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
-from megatfm.config.section import Section, get_item_type, get_variant_name, is_text, list_sections, list_variants
+from megatfm.config.section import Section, is_text, list_variants
 from megatfm.config.sources import (
     drop_stale_keys,
     find_type,
@@ -24,8 +22,9 @@ from megatfm.config.sources import (
     read_files,
     set_run_dir,
 )
+from megatfm.config.validation_errors import format_config_error, suggest_keys
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.registry import add_plugin_folders, did_you_mean
+from megatfm.registry import add_plugin_folders
 
 CORPUS = "data.corpus"
 """Shorthand for data.train, data.validation and, for objectives that read text, data.tokenizer of a corpus of `megatfm
@@ -35,9 +34,6 @@ COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 
 NULLS = ("null", "Null", "NULL", "None")
 """Words of other languages for no value, as an override's value."""
-MAX_SUGGESTIONS = 3
-"""Most keys that an error suggests for one of a name that several sections have."""
-
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -188,7 +184,7 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if not text:
             types = [find_type(config_class, values, path[:depth]) for depth in range(1, len(path) + 1)]
             if table.pop(path[-1], None) is None and types[-1] is None and Any not in types:
-                hint = _suggest_keys(key, (), config_class)
+                hint = suggest_keys(key, (), config_class)
                 raise UsageError(f"override {override!r}: nothing sets {key}, an unknown key{hint}: leave it out")
             continue
         value = _parse(override, text)
@@ -247,154 +243,3 @@ def _parse(override: str, text: str) -> Any:
     if further_keys or isinstance(value, date | time):  # a text's later lines may look like keys
         return FromCommandLine(text)
     return map_strings(value, FromCommandLine)
-
-
-def format_config_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """Return the first of a config's errors as `key = value: reason; way out`, or all keys that are unknown."""
-    errors = error.errors(include_url=False)
-    # A misspelled key leaves its right name missing, and a wrong one what follows from it: what is there says more.
-    unknown = [item for item in errors if item["type"] == "extra_forbidden"]
-    present = unknown or [item for item in errors if item["type"] != "missing"]
-    first = present[0] if present and errors[0]["type"] == "missing" else errors[0]
-    path, section, value = _locate_error(first["loc"], config_class, values)
-    message = first["msg"].removeprefix("Value error, ")
-    n_more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    key = ".".join(path) or "config"
-    if len(unknown) > 1 or first["type"] == "extra_forbidden":
-        hints: dict[str, str] = {}
-        for item in unknown:
-            path, section, value = _locate_error(item["loc"], config_class, values)
-            known_keys = list(section.model_fields) if section else []
-            key = ".".join(path)
-            foreign_keys = list_foreign_keys(key, value) if config_class is Config else []
-            hints |= {name: _suggest_keys(name, known_keys, config_class) for name in foreign_keys or [key]}
-        if len(hints) > 1:
-            return f"{len(hints)} unknown keys: {'; '.join(map(''.join, hints.items()))}"
-        known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
-        (key, hint), *_ = hints.items()
-        return f"{key}: unknown key{hint}; {known_text}{n_more}"
-    if first["type"] == "missing" and value is None:
-        reason, example = _explain_by_name(values, path), _give_example(section, path)
-        return f"{key}: is required{reason}{example}{_list_other_missing_keys(error) or n_more}"
-    if first["type"] == "value_error":
-        return f"{key + ': ' if path else ''}{message}{n_more}"
-    if first["type"].startswith("union_tag"):
-        choices = first.get("ctx", {}).get("expected_tags", "")
-        return f"{key}.name: unknown or missing; choose one of {choices}{n_more}"
-    text = repr(value)
-    text = f"{text[:80]}…" if len(text) > 100 else text
-    if list_sections(section, path[-1]) or first["type"] == "model_type":
-        message = "this is a section"
-    elif first["type"] in ("list_type", "tuple_type"):
-        message = "this is a list"
-    elif first["type"] == "missing":
-        message = "has too few elements"
-    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_give_example(section, path)}{n_more}"
-
-
-def _suggest_keys(key: str, known_keys: Sequence[str], config_class: type[BaseModel]) -> str:
-    """Return the end of an error: in place of an unknown key, a like one of its section, or one of another section."""
-    section, _, name = key.rpartition(".")
-    our_keys = [candidate for candidate in find_keys(key, config_class) if candidate != key]
-    elsewhere = f" (did you mean {' or '.join(our_keys)}?)" if our_keys else ""
-    longer_or_shorter = [known for known in known_keys if known.startswith(name) or name.startswith(known)]
-    if section and not translate_foreign_key(key) and longer_or_shorter:
-        return did_you_mean(name, longer_or_shorter)
-    return elsewhere or did_you_mean(name, known_keys)
-
-
-def find_keys(key: str, config_class: type[BaseModel] = Config) -> list[str]:
-    """Return our dotted keys that a key may mean: another framework's, or one without its section or below another."""
-    name = key.rpartition(".")[2]
-    if config_class is Config and (our_key := translate_foreign_key(key)):
-        return [our_key]
-    nested_keys = dict.fromkeys(_find_nested_keys(name, config_class))
-    least_depth = min((key.count(".") for key in nested_keys), default=0)
-    keys = [key for key in nested_keys if key.count(".") == least_depth]
-    return keys if len(keys) <= MAX_SUGGESTIONS and name != "name" else []
-
-
-def _find_nested_keys(name: str, config_class: type[BaseModel]) -> Iterator[str]:
-    if name in config_class.model_fields:
-        yield name
-    for key in config_class.model_fields:
-        for section in list_sections(config_class, key):
-            yield from (f"{key}.{path}" for path in _find_nested_keys(name, section))
-
-
-def _locate_error(
-    loc: tuple[int | str, ...], config_class: type[BaseModel], values: Mapping[str, Any]
-) -> tuple[list[str], type[BaseModel] | None, Any]:
-    """Return key path, section class and value at an error's location, without pydantic's tags of unions.
-
-    A section in a list is `key[0]`; the path into a table or list of plain values ends at its key.
-    """
-    path: list[str] = []
-    section: type[BaseModel] | None = config_class
-    value: Any = values
-    annotation: Any = config_class
-    for part in loc:
-        options = list_variants(annotation)
-        if tagged := [option for option in options if get_variant_name(option) == part]:
-            annotation = tagged[0]
-            continue
-        if options:
-            variant = value.get("name", path[-1] if path else None) if isinstance(value, Mapping) else value
-            section = next((option for option in options if get_variant_name(option) == variant), options[0])
-            field = section.model_fields.get(str(part))
-            annotation = field.annotation if field else None
-            path.append(str(part))
-        elif list_variants(item_type := get_item_type(annotation)):
-            section, annotation = None, item_type
-            path = [*path[:-1], f"{path[-1]}[{part}]"] if isinstance(part, int) else [*path, part]
-        else:
-            break
-        if isinstance(value, Mapping):
-            value = value.get(str(part))
-        else:  # a section may be given by its name alone
-            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
-    return path, section, value
-
-
-def _explain_by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:
-    """Return the section's name, if the config sets one: the reason why the key is required."""
-    value: Any = values
-    for key in path[:-1]:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    name = value.get("name") if isinstance(value, Mapping) and len(path) > 1 else value
-    return f" by name = {str(name)!r}" if isinstance(name, str) else ""
-
-
-def _list_other_missing_keys(error: ValidationError) -> str:
-    """Return the other missing keys of the same section, if there are no other errors."""
-    first, *later_errors = error.errors(include_url=False)
-    if not all(item["type"] == "missing" and item["loc"][:-1] == first["loc"][:-1] for item in later_errors):
-        return ""
-    return f" (and {', '.join(str(item['loc'][-1]) for item in later_errors)})" if later_errors else ""
-
-
-def _give_example(section: type[BaseModel] | None, path: Sequence[str]) -> str:
-    key = path[-1]
-    field = section.model_fields.get(key) if section else None
-    if field is None:
-        return ""
-    if field.examples:
-        return f"; for example {field.examples[0]!r}"
-    if sections := list_sections(section, key):
-        return f"; for example {'.'.join(path)} = {_write_inline_table(sections[0])}"
-    default = field.get_default(call_default_factory=True, validated_data={})
-    value = list(default) if isinstance(default, tuple) else default
-    return "" if field.is_required() or default is None else f"; the default is {value!r}"
-
-
-def _write_inline_table(section: type[BaseModel]) -> str:
-    """Return the required keys of a section, with examples, as an inline TOML table."""
-    keys = []
-    for key, field in section.model_fields.items():
-        example = next(iter(field.examples or ()), None)
-        if field.is_required() and (sections := list_sections(section, key)):
-            keys.append(f"{key} = {_write_inline_table(sections[0])}")
-        elif example is not None and (field.is_required() or (field.default is None and isinstance(example, str))):
-            keys.append(f"{key} = {json.dumps(example)}")
-    keys = keys or [f"name = {json.dumps(name)}" for name in [get_variant_name(section)] if isinstance(name, str)]
-    return f"{{ {', '.join(keys)} }}" if keys else "{}"

@@ -57,7 +57,7 @@ class Config(Section):
 
         Raises UsageError with the message of `load_config` for keys and values that make no config.
         """
-        from megatfm.config.load import format_config_error  # which imports this module
+        from megatfm.config.validation_errors import format_config_error  # which imports this module
 
         values = merge_into_section(self, keys)
         try:

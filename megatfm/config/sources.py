@@ -30,6 +30,13 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl",
 }
 """Alias → preset."""
+RUN_FILES = ("environment.json", "checkpoints", "launch.json")
+STORED_BESIDE = {
+    "config.toml": (*RUN_FILES, "../launch.json"),
+    "from.toml": RUN_FILES,
+    "finetune.toml": (*RUN_FILES, "task"),
+}
+"""Name of a config that a command stores → files and folders of which it stores one beside it."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +187,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
 
 def is_stored_by_us(path: Path) -> bool:
     """Return whether a config was written by a run, a conversion or a submission: judged by the files beside it."""
-    neighbours = ("environment.json", "checkpoints", "launch.json", "../launch.json")
-    return path.name == "config.toml" and any((path.parent / name).exists() for name in neighbours)
+    return any((path.parent / name).exists() for name in STORED_BESIDE.get(path.name, ()))
 
 
 def is_config_of_run(path: Path) -> bool:
@@ -196,6 +202,15 @@ def set_run_dir(values: dict[str, Any], file: ConfigFile) -> None:
     """
     if is_config_of_run(file.path) and str(values.get("name")) == str(file.values.get("name")):
         values.setdefault("run_dir", str(file.path.absolute().parent))
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise UsageError for a folder without a run's config: no run directory, or a run that has not begun."""
+    if (folder / "config.toml").is_file():
+        return
+    if (folder / "launch.json").is_file():
+        raise UsageError(f"{folder}: the run has not begun to train: `megatfm status {folder}` says why")
+    raise UsageError(f"{folder}: not a run directory (it has no config.toml): give one such as runs/NAME")
 
 
 def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
@@ -215,6 +230,8 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
             f"--from {path_or_preset} data.train=CORPUS/train`"
         )
     if path.is_dir():
+        if (path / "launch.json").is_file():
+            check_is_run(path)
         raise UsageError(f"{path_or_preset}: is a folder without config.toml: give a config file or a preset")
     if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
         raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")

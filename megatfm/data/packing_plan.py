@@ -216,16 +216,18 @@ class _Planner:
     def _warn_of_padding(self, share: float) -> Iterator[str]:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
+            keys = ", ".join(["data.sequence_length", "data.target_length"][: len(self.row_lengths)])
             reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
-            if self._is_bin_packed and self.objective.max_tokens is not None:
+            advice = f"choose shorter rows ({keys}), or prepare more text"
+            reads_images = getattr(self.objective, "reads_images", False)
+            if reads_images and not getattr(self.objective, "reads_text", True):
+                reason, advice = "its images don't fill such rows", f"choose other lengths ({keys})"
+            elif len(self.row_lengths) > 1:
+                sides = "images and texts" if reads_images else "inputs and targets"
+                reason, advice = f"{sides} don't fill their rows alike", f"choose other lengths ({keys})"
+            elif self._is_bin_packed and self.objective.max_tokens is not None:
                 reason = "whole documents don't fill such rows"
-            keys = ["data.sequence_length", "data.target_length"][: len(self.row_lengths)]
-            advice = f"choose shorter rows ({', '.join(keys)}), or prepare more text"
-            if len(self.row_lengths) > 1:
-                reason = "inputs and targets don't fill their rows alike"
-                advice = f"choose other lengths ({', '.join(keys)})"
-            if getattr(self.objective, "reads_images", False):
-                reason, advice = "its images don't fill such rows", f"choose other lengths ({', '.join(keys)})"
+                advice = f"choose longer rows ({keys}), which hold several documents"
             yield (
                 f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} tokens is padding, which costs time: "
                 f"{reason}: {advice}"

@@ -6,9 +6,10 @@ ranks.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -38,6 +39,8 @@ class Axis:
     """Ranks of a group."""
     stride: int
     """Distance between neighbours of a group, in rank numbers."""
+    world: int
+    """Ranks of all groups."""
 
 
 @dataclass
@@ -76,25 +79,36 @@ def make_axes(parallel: ParallelConfig) -> dict[str, Axis]:
     tp, cp, shard = parallel.tp, parallel.cp, parallel.dp_shard
     ep_stride = 1 if parallel.expert_tp == "folded" else tp
     edp = count_expert_shards(parallel) if parallel.ep > 1 else 1
-    return {
-        TENSOR: Axis(TENSOR, tp, 1),
-        CONTEXT: Axis(CONTEXT, cp, tp),
-        SHARD: Axis(SHARD, shard, tp * cp),
-        REPLICATE: Axis(REPLICATE, parallel.dp_replicate, tp * cp * shard),
-        PIPELINE: Axis(PIPELINE, parallel.pp, tp * cp * shard * parallel.dp_replicate),
-        EXPERT: Axis(EXPERT, parallel.ep, ep_stride),
-        EXPERT_SHARD: Axis(EXPERT_SHARD, edp, ep_stride * parallel.ep),
+    stage = tp * cp * shard * parallel.dp_replicate
+    size_and_stride = {
+        TENSOR: (tp, 1),
+        CONTEXT: (cp, tp),
+        SHARD: (shard, tp * cp),
+        REPLICATE: (parallel.dp_replicate, tp * cp * shard),
+        PIPELINE: (parallel.pp, stage),
+        EXPERT: (parallel.ep, ep_stride),
+        EXPERT_SHARD: (edp, ep_stride * parallel.ep),
     }
-
-
-def count_ranks_in_node(axis: Axis, node: Node) -> int:
-    """Return the ranks of a group of the axis that share a node."""
-    return max(1, min(axis.size, node.gpus // axis.stride)) if axis.stride < node.gpus else 1
+    return {name: Axis(name, size, stride, stage * parallel.pp) for name, (size, stride) in size_and_stride.items()}
 
 
 def leaves_node(axis: Axis, node: Node) -> bool:
     """Return whether a group of the axis talks over the network."""
-    return count_ranks_in_node(axis, node) < axis.size
+    return spread_over_nodes(axis.size, axis.stride, axis.world, node.gpus)[0] > 1
+
+
+@lru_cache(1024)
+def spread_over_nodes(size: int, stride: int, world: int, gpus: int) -> tuple[int, int]:
+    """Return the most nodes that a group of an axis spans, and the fewest of a group's ranks that share a node.
+
+    Groups may straddle nodes differently, and a step waits for the slowest. gpus: of a node, filled in rank order.
+    """
+    group_span = size * stride
+    # A group's place on nodes depends on its first rank modulo the GPUs of a node.
+    starts = range(0, min(world, math.lcm(group_span, gpus)), group_span)
+    first_ranks = {(start + offset) % gpus for start in starts for offset in range(min(stride, gpus))}
+    counts = [Counter((first + i * stride) // gpus for i in range(size)) for first in first_ranks]
+    return max(map(len, counts)), min(min(ranks_by_node.values()) for ranks_by_node in counts)
 
 
 def data_leaves_node(zero: int, axes: Mapping[str, Axis], node: Node) -> bool:
@@ -116,11 +130,11 @@ def estimate_collective_seconds(axis: Axis, node: Node, collective: str, n_bytes
     """
     if axis.size == 1 or not n_bytes:
         return 0.0
-    local_ranks = count_ranks_in_node(axis, node)
+    n_nodes, local_ranks = spread_over_nodes(axis.size, axis.stride, axis.world, node.gpus)
     within, between = node.within, node.between
     n_trips = 2 if collective == "all_reduce" else 1
-    latency = calls * n_trips * _estimate_latency(axis.size, local_ranks, within, between)
-    if not leaves_node(axis, node):
+    latency = calls * n_trips * _estimate_latency(axis.size, n_nodes, within, between)
+    if n_nodes == 1:
         return n_bytes / within.rate + latency
     if collective == "all_to_all":
         local_share = (local_ranks - 1) / (axis.size - 1)
@@ -131,12 +145,12 @@ def estimate_collective_seconds(axis: Axis, node: Node, collective: str, n_bytes
     return n_bytes / min(within.rate, local_ranks * between.rate) + latency
 
 
-def _estimate_latency(size: int, local_ranks: int, within: Link, between: Link) -> float:
+def _estimate_latency(size: int, n_nodes: int, within: Link, between: Link) -> float:
     """Return the latency of one collective: a ring within nodes, and a tree over nodes."""
-    nodes = -(-size // local_ranks)
-    if nodes == 1:
-        return (local_ranks - 1) * within.latency
-    return min(local_ranks - 1, 7) * within.latency + math.ceil(math.log2(nodes)) * between.latency
+    if n_nodes == 1:
+        return (size - 1) * within.latency
+    local_ranks = -(-size // n_nodes)
+    return min(local_ranks - 1, 7) * within.latency + math.ceil(math.log2(n_nodes)) * between.latency
 
 
 def add_data_flows(
@@ -168,10 +182,9 @@ def _add_replicated(flows: Flows, weights: Sequence[LocalWeight], axis: Axis, si
 
 def join_axes(axes: Iterable[Axis]) -> Axis:
     """Join axes into one, named by those with more than one rank, the outermost first."""
-    order = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
-    joined = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: order.index(axis.name))
-    stride = min((axis.stride for axis in joined), default=1)
-    return Axis(" × ".join(axis.name for axis in joined), math.prod(axis.size for axis in joined), stride)
+    joined = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: axis.stride, reverse=True)
+    name, size = " × ".join(axis.name for axis in joined), math.prod(axis.size for axis in joined)
+    return Axis(name, size, joined[-1].stride, joined[-1].world) if joined else Axis("", 1, 1, 1)
 
 
 def _add_sharded_optimizer(

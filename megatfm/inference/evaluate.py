@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from megatfm import checkpoint
 from megatfm.checkpoint.locate import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.config.sources import check_is_run
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.engines.interface import Engine
@@ -104,7 +105,7 @@ def load_run_config(run_dir: Path, *, trust_plugins: bool) -> Config:
     """
     if not (run_dir / "config.toml").is_file():
         refuse_adapter(run_dir)
-        raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart")
+    check_is_run(run_dir)
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)

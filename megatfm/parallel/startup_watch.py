@@ -135,11 +135,12 @@ def start_sentinel() -> None:
 
 
 def end_sentinel() -> None:
-    """End the sentinel, once all ranks have met."""
+    """End the sentinel, once all ranks have met, by SIGKILL: it may have been stopped itself."""
     while _sentinels:
         process, writing = _sentinels.pop()
         os.close(writing)
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
 
 

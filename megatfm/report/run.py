@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megatfm.config import Config
 from megatfm.config.key_migrations import migrate
+from megatfm.config.sources import check_is_run
 from megatfm.corpus.manifest import MANIFEST, Manifest
 from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, open_storage
 from megatfm.errors import MegatfmError, UsageError
@@ -216,12 +217,6 @@ class Run:
         if names := [".".join(path) for path, curve in curves.items() if not curve.finite]:
             self.notes.append(f"not shown, since no value is finite: {join_first(names, MAX_LISTED)}")
         return curves
-
-
-def check_is_run(folder: Path) -> None:
-    """Raise UsageError for a folder that is not a run directory."""
-    if not (folder / "config.toml").is_file():
-        raise UsageError(f"{folder}: not a run directory (it has no config.toml); give one such as runs/NAME")
 
 
 def make_unique_names(folders: Sequence[Path]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -37,11 +37,15 @@ class RunDirectory:
     folder: Path
     rank: int
     new_paths: NewPaths = field(default_factory=NewPaths, repr=False)
+    is_saving: Callable[[], bool] = field(init=False, repr=False)
+    """Function that returns whether a save goes on. After an error one may be left alone: the lock then ends with the
+    process, as another run would find the folder changing."""
     _lock: RunLock = field(init=False, repr=False)
     _is_kept: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._lock = RunLock(self.folder / "lock")
+        self.is_saving = lambda: False
 
     @property
     def checkpoints(self) -> Path:
@@ -77,7 +81,8 @@ class RunDirectory:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, UsageError) and not self._is_kept:
             self._remove_new()
-        self._lock.release()
+        if not self.is_saving():
+            self._lock.release()
 
     def _open(self) -> list[Path]:
         """Create the folder and take the lock; return the new folders, outermost first."""

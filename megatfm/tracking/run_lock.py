@@ -29,6 +29,8 @@ and than NFS clients cache an mtime (60 s by default)."""
 HANDOVER_SECONDS = 90.0
 """Time that a SLURM job waits for another job's lock. SLURM counts a job that lost a node as ended while its processes
 still save, for which they have KillWait, 30 s by default."""
+NAMELESS_POLLS = 8
+"""Polls for which a lock may be held while its file names no holder: it is being taken or released at this moment."""
 MAX_HOLDER_BYTES = 2**16
 """Bytes of a lock file that are read: more than the longest path, which JSON may escape, and the rest of a holder."""
 FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -75,18 +77,19 @@ class RunLock:
         self._thread.start()
 
     def _wait_and_lock(self) -> int:
-        deadline = time.monotonic() + HANDOVER_SECONDS
-        is_announced = False
+        deadline, n_nameless = None, 0
         while True:
             try:
                 return self._open_and_lock()
             except LockedError as error:
-                may_end = "SLURM_JOB_ID" in os.environ and self._holder.get("job") is not None
-                if not may_end or time.monotonic() >= deadline:
-                    raise
-                if not is_announced:
+                n_nameless = 0 if self._holder else n_nameless + 1
+                may_be_ending = "SLURM_JOB_ID" in os.environ and self._holder.get("job") is not None
+                if may_be_ending and deadline is None:
+                    deadline = time.monotonic() + HANDOVER_SECONDS
                     _log.warning("%s. Waiting up to %.0f s, since that job may be ending", error, HANDOVER_SECONDS)
-                is_announced = True
+                is_handover = may_be_ending and deadline is not None and time.monotonic() < deadline
+                if not is_handover and not 0 < n_nameless <= NAMELESS_POLLS:
+                    raise
             time.sleep(HEARTBEAT_SECONDS / 8)
             note_progress()
 
@@ -103,9 +106,8 @@ class RunLock:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise MegatfmError(f"{self.path} is not a regular file, so it can't be locked: remove it")
             self._holder = holder = _read_holder(file, self.path.parent)
-            if not _try_lock(file, holder) or (
-                holder and holder["host"] != socket.gethostname() and self._does_mtime_advance(holder)
-            ):
+            is_foreign = holder and holder["host"] != socket.gethostname()
+            if not _try_lock(file, holder) or (is_foreign and self._does_mtime_advance(holder, file)):
                 raise LockedError(self._describe_holder(holder))
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(_describe_this_process(self.path.parent)).encode() + b"\n", 0)
@@ -163,8 +165,11 @@ class RunLock:
                 with contextlib.suppress(OSError):  # try again at the next heartbeat
                     os.utime(self._file)
 
-    def _does_mtime_advance(self, holder: dict[str, Any]) -> bool:
-        """Return whether the mtime changes, so that the holder on another machine lives. Doesn't compare clocks."""
+    def _does_mtime_advance(self, holder: dict[str, Any], file: int) -> bool:
+        """Return whether the mtime changes, so that the holder on another machine lives. Doesn't compare clocks.
+
+        If the file then names no holder, the lock was released.
+        """
         _log.warning(
             "%s names process %s on %s: waiting up to %.0f s for a sign that it still trains",
             self.path, holder["pid"], holder["host"], STALE_SECONDS,
@@ -175,7 +180,8 @@ class RunLock:
             time.sleep(HEARTBEAT_SECONDS / 8)
             note_progress()
             if _read_mtime(self.path) != first:
-                return True
+                time.sleep(HEARTBEAT_SECONDS)  # another waiting process empties the file just before it writes its name
+                return bool(_read_holder(file, self.path.parent))
         return False
 
     def _describe_holder(self, holder: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ A fault ends the run with an error that names rank and host. A slow rank is name
 """
 
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -30,6 +31,8 @@ from megatfm.parallel.process_environment import count_local_ranks
 from megatfm.terminal import format_file_size, join_first
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.tracking.utilization import time_matmul
+
+log = logging.getLogger("megatfm")
 
 SLOW_FACTOR = 3.0
 """A rank is slow if one of its checks takes more than this factor times the median over ranks, and also exceeds the
@@ -81,6 +84,7 @@ def _run_preflight(
         if run.is_main:
             n_new = count_new_checkpoints(config, len(list_checkpoints(run.checkpoints)), resume_step)
             check_space(folder, state_bytes, n_new, "lower checkpoint.keep, or give another run_dir")
+            warn_of_kept_checkpoints(config, folder, state_bytes, resume_step or 0)
         if nodes and nodes.is_node_leader:
             check_local_disk(nodes, state_bytes)
         check_memory(config, engine)
@@ -118,7 +122,7 @@ def count_new_checkpoints(config: Config, n_present: int, resume_step: int | Non
     """Return how many checkpoints a run writes before it removes as many: the space that it needs, in checkpoints.
 
     n_present: checkpoints that it has. resume_step: step of the one that it resumes from; None if it starts.
-    `checkpoint.keep_every` isn't counted: those stay for ever.
+    `checkpoint.keep_every` isn't counted, see `warn_of_kept_checkpoints`.
     """
     steps, first_step = config.train.steps, resume_step or 0
     if first_step >= steps:
@@ -143,6 +147,24 @@ def check_space(folder: Path, state_bytes: int, n_new: int, advice: str) -> None
             f"{folder}: {format_file_size(free_bytes)} are free, but {n_new} more checkpoint{'s' * (n_new > 1)} of "
             f"{format_file_size(state_bytes)} must fit: make room, {advice}"
         )
+
+
+def warn_of_kept_checkpoints(config: Config, folder: Path, state_bytes: int, first_step: int) -> None:
+    """Log a warning if the checkpoints that `checkpoint.keep_every` keeps for ever fill the disk before the run ends.
+
+    No error: the user may make room during training.
+    """
+    steps, every, keep_every = config.train.steps, config.checkpoint.every, config.checkpoint.keep_every
+    period = math.lcm(every, keep_every)
+    n_kept = steps // period - first_step // period if period else 0
+    free_bytes = shutil.disk_usage(folder).free
+    if n_kept * state_bytes > free_bytes:
+        log.warning(
+            "%s: %s are free, but checkpoint.keep_every = %d will keep %d checkpoints of %s until step %d: make room "
+            "before step %d",
+            folder, format_file_size(free_bytes), keep_every, n_kept, format_file_size(state_bytes), steps,
+            (first_step // period + free_bytes // state_bytes + 1) * period,
+        )  # fmt: skip
 
 
 def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:

@@ -56,6 +56,7 @@ class Trainer:
         self.mixture_sources = MixtureSources(self.config, corpora)
         self.garbage = GarbageCollection(self.config.train.gc_every)
         self.monitor.save_thread_id = lambda: self.saver.thread_id
+        self.run.is_saving = lambda: self.saver.step_in_progress is not None
         self._save_seconds: float | None = None
 
     def train(self, signals: StopSignals) -> int:

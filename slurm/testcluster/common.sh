@@ -111,7 +111,8 @@ make_network() {
       ip -n "$(netns "$node")" addr add "$NET.$i/24" dev eth0 &&
       ip -n "$(netns "$node")" link set eth0 up &&
       ip -n "$(netns "$node")" link set lo up || return 1
-    echo "$NET.$i $node" >>"$LAB/hosts"
+    # torch looks up the names of mapped addresses, for which it would else ask a DNS that no node reaches.
+    printf '%s\n' "$NET.$i $node" "::ffff:$NET.$i $node.mapped" >>"$LAB/hosts"
   done
   printf '%s\n' "$NET.1 head" "$NET.254 $(hostname)" "$(</etc/hosts)" >>"$LAB/hosts"
   unshare --uts --mount --pid --fork --mount-proc true

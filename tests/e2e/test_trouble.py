@@ -5,6 +5,7 @@ import math
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatfm import checkpoint
+from megatfm.checkpoint import file_format, saver
 from megatfm.checkpoint.locate import find_best_checkpoint
 from megatfm.checkpoint.metadata import check_json_round_trip
 from megatfm.config import Config, load_section
-from megatfm.errors import EXIT_OK, EXIT_REQUEUE, MegatfmError, UsageError
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE, LockedError, MegatfmError, UsageError
 from megatfm.launchers.record import is_finished
+from megatfm.tracking import run_lock
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.run import train
 from megatfm.train.run_state import BestCheckpoint
@@ -135,6 +139,34 @@ def test_rollbacks_are_bounded(
     config = make_config(*ROLLBACK, "resilience.max_rollbacks=2")
     ((output, _),) = workers.run(train_with_faults, 1, config, dict.fromkeys(batch_keys[9:], "spike"))
     assert "the loss spikes again after 2 rollbacks to step 8" in str(output)
+
+
+def fail_during_a_slow_save(config: Config) -> None:
+    """Fail in step 3 while files of step 2 are being written; look at the lock before they are, and then let it go."""
+    go_on, write = threading.Event(), file_format.write_safetensors
+    slow_write = patch.object(file_format, "write_safetensors", lambda *words: go_on.wait(60) and write(*words))
+    steps = iter(range(2))
+    compute = NativeEngine.forward_backward
+    failing = patch.object(
+        NativeEngine, "forward_backward", lambda *words, **options: (next(steps), compute(*words, **options))[1]
+    )
+    with slow_write, failing, patch.object(saver, "ABORT_WAIT_SECONDS", 0.0):
+        with pytest.raises(StopIteration):
+            train(config)
+        try:
+            with pytest.raises(LockedError, match="another process is training"):
+                run_lock.RunLock(config.run_folder / "lock").acquire()
+        finally:
+            go_on.set()
+            for thread in threading.enumerate():
+                if thread.name == "megatfm-save":
+                    thread.join()
+            run_lock._close_in_child()
+
+
+def test_a_run_that_fails_while_it_saves_keeps_its_lock(workers: Workers, make_config: MakeConfig) -> None:
+    """The save may still commit its checkpoint, and remove older ones, while another job waits for the lock."""
+    workers.run(fail_during_a_slow_save, 1, make_config("checkpoint.every=2", "evaluate.every=0"))
 
 
 # -------------------------------------------------------------------------------------------- silent corruption

@@ -16,10 +16,10 @@ import tomli_w
 
 from megatfm.config import Config, EvaluationTaskConfig, ParallelConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
-from megatfm.config.load import find_keys
 from megatfm.config.prep import READ_FORMATS, PrepConfig
 from megatfm.config.section import list_sections
 from megatfm.config.sources import list_model_presets
+from megatfm.config.validation_errors import find_keys
 from megatfm.layers.moe import ROUTERS
 from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
 
@@ -319,7 +319,7 @@ NAMES_OF_SEVERAL_THINGS = {
 def test_an_error_answers_every_key_of_the_glossary_with_ours() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
     terms = text.partition("## Terms of the config")[2].partition("### Words of the log")[0]
-    keys = text.partition("### Keys")[2].partition("### What is otherwise")[0]
+    keys = text.partition("### Keys")[2].partition("### Differences")[0]
     our_keys_by_name: dict[str, set[str]] = {}
     for table, column in ((terms, 0), (keys, -1)):
         for line in table.splitlines():

@@ -38,7 +38,7 @@ def test_a_failing_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os if call == "fsync" else Path, call, fails)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'a'}'$"):
         atomic_write(tmp_path / "a", "new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 

@@ -88,8 +88,8 @@ class HeadFormat:
 
     def write(self, head: Any) -> Json:
         """Return the keys of config.json that a head decides. Raises UsageError for another kind of head."""
-        if head.name != self.name or getattr(head, "both_orders", False):
-            raise UsageError(f"the class has a head {self.name!r}, over one text or pair")
+        if head.name != self.name:
+            raise UsageError(f"the class has a head {self.name!r}")
         written = make_label_keys([], head) if self.name == "text_classifier" else {}
         for key, value in ((self.dropout, head.dropout), (self.pooler_bias, head.pooler_bias)):
             if key:

@@ -28,6 +28,7 @@ def test_two_nodes_match_a_single_process(uninterrupted, alone):
         assert two["loss"] == pytest.approx(process["loss"], rel=1e-12)
         assert two["grad_norm"] == pytest.approx(process["grad_norm"], rel=1e-9)
     assert "srun" not in uninterrupted.log
+    assert "hostname of the client socket" not in uninterrupted.log, "each node knows the names of the others"
 
 
 def test_a_job_evaluates_as_one_process_does(uninterrupted, project):

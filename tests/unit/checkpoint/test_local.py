@@ -231,10 +231,11 @@ def test_a_lost_receiver_is_an_error_of_one_line_and_the_file_is_closed(
     monkeypatch.setattr(file_io.HashedFile, "close", lambda file: (closed.append(file), close(file)))
 
     def refuse(*_: object) -> None:
-        raise RuntimeError("the other side is gone\nits stack")
+        raise RuntimeError("[/gloo/pair.cc:78] the other side is gone\nits stack")
 
     monkeypatch.setattr(dist, "send", refuse)
     with pytest.raises(MegatfmError) as error:
         local.transfer_files("not sent", None, tmp_path, tmp_path, {"a": ENTRY}, [("a", 0, 1)])
-    assert str(error.value) == "not sent: the ranks lost each other: RuntimeError: the other side is gone"
+    lost = "not sent: the ranks lost each other: RuntimeError: the other side is gone"
+    assert str(error.value) == f"{lost}: the rank whose log ends first is the one to look at"
     assert len(closed) == 1

@@ -261,3 +261,16 @@ def test_a_preset_takes_at_most_three_files_to_read() -> None:
         values = tomllib.loads(find_config(name)[0].read_text(encoding="utf-8"))
         assert len(read_files(Config, name)) <= 3, name
         assert "name" in values or "out" in values, f"{name}: a preset says its own name, or where its corpus goes"
+
+
+@pytest.mark.parametrize(("name", "beside"), [
+    ("config.toml", "environment.json"), ("config.toml", "../launch.json"), ("from.toml", "launch.json"),
+    ("finetune.toml", "checkpoints"), ("finetune.toml", "task"),
+])  # fmt: skip
+def test_old_keys_are_renamed_in_configs_that_a_command_stored(tmp_path: Path, name: str, beside: str) -> None:
+    """The same file is the user's own if no file of a run is beside it: an error names the new key."""
+    path = write(tmp_path / "run" / name, 'extends = "quickstart"\n[optimizer]\nclip = 0.25\n')
+    with pytest.raises(UsageError, match=r"optimizer\.clip is optimizer\.max_grad_norm now"):
+        load_config(path)
+    (path.parent / beside).touch()
+    assert load_config(path).optimizer.max_grad_norm == 0.25

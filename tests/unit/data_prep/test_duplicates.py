@@ -39,7 +39,7 @@ def thinned(
     files = [folder / str(number) for number in range(len(parts))]
     sizes = [write_keys(file, item.compute_keys(part)) for file, part in zip(files, parts, strict=True)]
     rows, index = KeyTable(files, *item.row, sizes), DedupContext(folder, memory, run_tasks_in_random_order)
-    marks = index.open_marks(len(rows), item.find_duplicates(rows, index)["each"])
+    marks = index.open_marks(len(rows), item.find_duplicates(rows, index)["marks_per_file"])
     counts, left = StepStats(item.title), {}
     for part, first, end in zip(parts, rows.begins.tolist(), rows.begins[1:].tolist(), strict=False):
         of_part = marks.read(first, end)[:, 0]

@@ -230,7 +230,7 @@ def test_bombs_are_refused_in_little_memory(name: str, tmp_path: Path, monkeypat
     assert any(item.startswith(reason) for item in read.counts.dropped), read.counts.dropped
 
 
-@pytest.mark.parametrize("suffix", [".zst", ".xz"])
+@pytest.mark.parametrize("suffix", [".zst", ".xz", ".bz2"])
 def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path: Path) -> None:
     lines = [b"x" * 1000 + b"\n", b"\n", b"%d\n" * 20_000, b"", b"no end"]
     if suffix == ".zst":
@@ -239,8 +239,10 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
         compressors = (plain, zstandard.ZstdCompressor(write_checksum=True), unsized, checked)
         packed = [compressors[n % 4].compress(line) for n, line in enumerate(lines)]
         packed.insert(2, b"\x5a\x2a\x4d\x18\x05\x00\x00\x00-skip")
-    else:
+    elif suffix == ".xz":
         packed = [lzma.compress(line) + bytes(4 * (n % 3)) for n, line in enumerate(lines)]
+    else:
+        packed = [bz2.compress(line) for line in lines]
     full, path = b"".join(packed), tmp_path / f"a{suffix}"
     path.write_bytes(full)
     with open_decompressed(path) as file:
@@ -253,6 +255,28 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
         is_between = end in ends or (suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0"))
         with contextlib.nullcontext() if is_between else pytest.raises(BadFileError), open_decompressed(path) as file:
             assert b"".join(lines).startswith(file.read())
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_a_damaged_beginning_of_a_stream_is_refused(suffix: str, tmp_path: Path) -> None:
+    """Zeros are refused, too: a crash can leave them in place of a file. An empty file is read as nothing."""
+    path = tmp_path / f"a{suffix}"
+    stream = COMPRESSORS[suffix](b"text")
+    for data in (stream + b"x" + stream[1:], bytes(1000)):
+        path.write_bytes(data)
+        with pytest.raises(BadFileError, match="is damaged or cut off"), open_decompressed(path) as file:
+            file.read()
+    path.write_bytes(b"")
+    with open_decompressed(path) as file:
+        assert file.read() == b""
 
 
 def test_a_drop_reason_has_no_part_that_differs_from_record_to_record(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def marked(
     rows = KeyTable(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
     index = DedupContext(folder, memory, run_tasks_in_random_order)
     message = find(rows, index)
-    return index.open_marks(len(rows), message["each"]).read(0, len(rows))[:, 0], message
+    return index.open_marks(len(rows), message["marks_per_file"]).read(0, len(rows))[:, 0], message
 
 
 def later_by_definition(values: NDArray[Any]) -> list[bool]:
@@ -226,7 +226,7 @@ def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str)
         message = find(rows, index)
     finally:
         tracemalloc.stop()
-    assert np.array_equal(index.open_marks(len(rows), message["each"]).read(0, len(rows))[:, 0], expected)
+    assert np.array_equal(index.open_marks(len(rows), message["marks_per_file"]).read(0, len(rows))[:, 0], expected)
     assert memory / 2 < max(peaks) < 1.2 * memory
 
 

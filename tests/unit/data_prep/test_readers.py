@@ -200,8 +200,18 @@ def test_formats_by_name(tmp_path: Path) -> None:
     for name, format_ in {"A.JSONL": "jsonl", "x.py": "text", "page.xml": "text", "b.tgz": "webdataset"}.items():
         assert formatted(tmp_path / name, config) == format_
     assert formatted(tmp_path / "x.py", ReadConfig(folder=str(tmp_path), format="jsonl")) == "jsonl"
-    (tmp_path / "array.json").write_text('\ufeff [\n {"text": "x"}]')
-    assert formatted(tmp_path / "array.json", config) == "json", "by its beginning"
+    beginnings = {
+        '\ufeff [\n {"text": "x"}]': "json",
+        '\ufeff{"text": "x {}"}\r\n\r\n{"text": "y"}\r\n': "jsonl",
+        f'{{"text": "{"x" * 100_000}"}}\n{{"text": "y"}}': "jsonl",
+        '{"text": "x"}\n': "text",
+        '{\n"a": {"b": 1},\n"c": {"d": 2}\n}': "text",
+        '{"a":\n{"b": 1},\n"c": {"d": 2}}': "text",
+    }
+    for beginning, format_ in beginnings.items():
+        (tmp_path / "x.json").write_text(beginning, newline="")
+        assert formatted(tmp_path / "x.json", config) == format_, beginning[:50]
+    (tmp_path / "x.json").write_text("{}")
     by_name = {formatted(tmp_path / f"x{end}", config) for ends in FORMATS.values() for end in ends}
     assert by_name == set(FORMATS) - {"json"}
 

@@ -5,13 +5,15 @@ import os
 import pickle
 import random
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatfm.config import Config, load_config, to_toml
+from megatfm.config import Config, ParallelConfig, load_config, to_toml
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import Link, Node, load_cluster
 from megatfm.estimate.estimator import open_estimator
@@ -25,7 +27,14 @@ from megatfm.estimate.stalls import (
     estimate_effective_share,
     estimate_fullest_share,
 )
-from megatfm.estimate.traffic import Axis, Flows, estimate_axis_seconds
+from megatfm.estimate.traffic import (
+    Axis,
+    Flows,
+    estimate_axis_seconds,
+    estimate_collective_seconds,
+    leaves_node,
+    make_axes,
+)
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
 from tests.support.launch_jobs import run_megatfm
 from tests.support.layouts import bubble_fraction
@@ -94,12 +103,27 @@ NODE_OF_TWO = Node("two", 2, Link("NVLink", 100.0, 1.0, 0.0), NETWORK, 1.0, "tes
 
 def test_axes_that_leave_the_node_take_turns_on_its_network() -> None:
     """cp sends 30 bytes and dp_shard 20 at 10 bytes a second; a ring of neighbours shares two cards for its 60."""
-    axes = [Axis("tp", 2, 1), Axis("cp", 2, 2), Axis("dp_shard", 2, 4), Axis("dp_replicate", 4, 1)]
+    axes = [Axis("tp", 2, 1, 8), Axis("cp", 2, 2, 8), Axis("dp_shard", 2, 4, 8), Axis("dp_replicate", 4, 1, 8)]
     flows, by_name = Flows(), {axis.name: axis for axis in axes}
     for axis, n_bytes in zip(axes, (500, 30, 20, 60), strict=True):
         flows.add(axis, "all_gather", n_bytes)
     for names, seconds in ((["tp"], 5.0), (["cp", "dp_shard"], 3.0 + 2.0), (["dp_replicate"], 60 / (2 * 10.0))):
         assert estimate_axis_seconds(flows, by_name, NODE_OF_TWO, names) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("gpus", [3, 4, 6, 8, 24])
+@pytest.mark.parametrize("sizes", [(1, 1, 2, 3, 4), (1, 1, 1, 1, 24), (2, 1, 3, 2, 2), (1, 2, 2, 3, 2)])
+def test_the_group_that_straddles_nodes_worst_decides(sizes: tuple[int, ...], gpus: int) -> None:
+    """A ring over nodes has as many network cards of a node as it has ranks there."""
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    axes = make_axes(ParallelConfig.model_validate(dict(zip(names, sizes, strict=True))))
+    node, ranks = replace(NODE_OF_TWO, gpus=gpus), np.arange(24).reshape(sizes)
+    for dim, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        groups = np.moveaxis(ranks, dim, -1).reshape(-1, size)
+        cards = [min(Counter(group // gpus).values()) for group in groups if len({*(group // gpus)}) > 1]
+        expected = 600 / min([100, *(10 * count for count in cards)]) if size > 1 else 0.0
+        assert estimate_collective_seconds(axes[name], node, "all_gather", 600) == pytest.approx(expected), name
+        assert leaves_node(axes[name], node) == bool(cards), name
 
 
 @pytest.mark.parametrize(("shared", "forward", "backward"), [

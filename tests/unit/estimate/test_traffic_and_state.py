@@ -63,7 +63,7 @@ def test_windows_send_keys_of_the_rows_of_their_side(side: str, length: int) -> 
     attention = Operator("attention", "attention", 0, {1: 1, 2: keys, 3: keys}, {4: 1}, fetched_tokens=16)
     part = PartProfile(f"{side}.layers.0", [attention], [], [], 0, 0, 0, 0, [], is_block=True)
     flows = Flows()
-    add_context_flows(flows, config, part, Axis("cp", 2, 1), 1)
+    add_context_flows(flows, config, part, Axis("cp", 2, 1, 2), 1)
     assert flows.sent == {("cp", "send"): 2 * 16 * 2 * token_bytes}
 
 

@@ -228,10 +228,14 @@ def test_a_link_that_outlives_the_next_s_begin_notes_its_own_end(run: Path, monk
     assert len(AttemptLog(run).attempts) == 2, "nor does what it read before the next began overwrite that"
 
 
-def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_job_notes_the_end_of_each_start(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_prolog(run)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run_prolog(run)
+    ended = "the attempt before: its job script on n1 was killed; the newest checkpoint is of step 0\n"
+    assert ended in capsys.readouterr().err
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     run_epilog(run, 143, "--asked", "TERM")
     assert [attempt.ended is None for attempt in AttemptLog(run).attempts] == [False, True]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -33,6 +34,29 @@ def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str])
         "all is well on 10", "2026-11-21 15:00:00,000 ERROR the disk is full",
     ]  # fmt: skip
     assert len(select_logs(run, all_ranks=True)) == 13
+
+
+def test_an_evaluation_is_followed_to_its_end_beside_a_run_that_is_done(
+    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(evaluations=["9"])
+    (run / "logs" / "rank-0.log").write_text("the last step\n")
+    (run / "logs" / "slurm-9.log").write_text("loss 2.0\n")
+    (run / "events.jsonl").write_text('{"event": "finished"}\n')
+    fake_slurm.answer("squeue", "RUNNING|None|n1\n")
+
+    def end_evaluation(_: float) -> None:
+        fake_slurm.answer("squeue", "")
+        with (run / "logs" / "slurm-9.log").open("a") as file:
+            file.write("evaluated\n")
+
+    monkeypatch.setattr("megatfm.commands.runs.QUEUE_SECONDS", -1.0)
+    monkeypatch.setattr("megatfm.launchers.logs.time", SimpleNamespace(sleep=end_evaluation))
+    _, output = run_megatfm("logs", "-f", "runs/mine", capsys=capsys)
+    assert output.splitlines() == [
+        f"==> {run}/logs/slurm-9.log <==", "loss 2.0", f"==> {run}/logs/rank-0.log <==", "the last step",
+        "job 9  | evaluated",
+    ]  # fmt: skip
 
 
 def test_following_shows_what_comes_and_who_gets_into_trouble(make: MakeRun) -> None:

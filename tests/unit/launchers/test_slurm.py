@@ -11,7 +11,7 @@ from megatfm.config import load_config, load_section, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, scheduler, snapshot, submit
-from megatfm.launchers.run_jobs import cancel_run
+from megatfm.launchers.run_jobs import cancel_run, read_job_ids
 from megatfm.launchers.status import get_run_status
 from tests.support.documentation import ROOT, list_code_blocks
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, run_launch
@@ -177,7 +177,7 @@ def test_evaluations_join_the_record(mine: Path, fake_slurm: FakeSlurm) -> None:
     run_launch(*evaluate, config="runs/mine")
     note = json.loads((mine / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
-    assert get_run_status(mine).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
+    assert get_run_status(mine).work == "evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         run_launch(*evaluate, config="runs/mine")
     assert cancel_run(mine) == "cancelled jobs 12, 13"
@@ -247,6 +247,30 @@ def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) ->
     with pytest.raises(MegatfmError):
         run_launch("--slurm")
     assert (folder / "runs/quickstart/slurm/pretrain.sbatch").exists(), "its folder was there before"
+
+
+def test_a_job_that_sbatch_queued_without_an_answer_is_found_by_the_next_launch(
+    folder: Path, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.fail("sbatch", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n")
+    with pytest.raises(MegatfmError, match=r"^sbatch.*timed out.* SLURM may have queued the job nevertheless: launch"):
+        run_launch("--slurm")
+    script = folder / "runs/quickstart/slurm/pretrain.sbatch"
+    fake_slurm.answer("squeue", f"7|RUNNING|/elsewhere/pretrain.sbatch\n8|COMPLETING|{script}\n9|PENDING|{script}\n")
+    with pytest.raises(UsageError, match=r"/runs/quickstart: job 9 of this run is in the queue.*`megatfm cancel 9`"):
+        run_launch("--slurm")
+    fake_slurm.answer("squeue", f"8|COMPLETING|{script}\n")
+    (fake_slurm.folder / "sbatch.fails").unlink()
+    fake_slurm.answer("sbatch", "10\n")
+    assert run_launch("--slurm") == 0
+
+
+def test_a_chain_that_is_refused_halfway_says_which_jobs_wait(folder: Path, fake_slurm: FakeSlurm) -> None:
+    sbatch = fake_slurm.folder / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\n[ -e {folder}/one ] && {{ echo limit >&2; exit 1; }}\ntouch {folder}/one\necho 12\n")
+    with pytest.raises(MegatfmError, match=r"sbatch refused .*limit\. The chain has .* 1 of 3 jobs, 12: `megatfm"):
+        run_launch("--slurm", "--chain", "3")
+    assert read_job_ids(folder / "runs" / "quickstart") == ["12"]
 
 
 def test_a_missing_sbatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,16 @@ def test_a_scheduler_that_hangs_is_given_up(fake_slurm: FakeSlurm, monkeypatch: 
         scheduler.run_slurm_command("sinfo")
 
 
+def test_a_scheduler_that_is_slow_is_named_while_a_user_waits(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (fake_slurm.folder / "bin/sinfo").write_text(f"#!/bin/sh\nuntil [ -s {tmp_path}/notice ]; do sleep 0.01; done\n")
+    monkeypatch.setattr(scheduler, "NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr(scheduler, "print_to_stderr", (tmp_path / "notice").write_text)
+    scheduler.run_slurm_command("sinfo")
+    assert (tmp_path / "notice").read_text() == "waiting for SLURM: no answer to sinfo yet"
+
+
 def test_the_end_of_a_file_of_records(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert tail_jsonl(file, 3) == []

@@ -127,7 +127,7 @@ def test_status_shows_array_progress(make: MakeRun, fake_slurm: FakeSlurm, capsy
         os.utime(work / f"{part}.json", (1, 2 if part.startswith("encode") else 1))
     fake_slurm.answer("squeue", "RUNNING|None|n1\nRUNNING|None|n2\nPENDING|Resources|\nPENDING|Resources|\n")
     _, output = run_megatfm("status", "runs/made.jobs", capsys=capsys)
-    assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in output
+    assert "RUNNING: job 7, 2 of 8 tasks running on n1, n2; 2 waiting (Resources); 4 ended\n" in output
     assert "work        encode-train: 2 parts done\n" in output
     for part in ("dedup-0-exact_substrings.00000", "dedup-0-exact_substrings-join.00003"):
         (work / f"{part}.json").touch()

@@ -237,6 +237,21 @@ def test_a_rank_that_waits_says_where(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert caplog.messages == [f"{place}: check rank 0's log and node"]
 
 
+def test_a_sentinel_that_is_stopped_does_not_hold_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "60"]) as sentinel:
+        os.kill(sentinel.pid, signal.SIGSTOP)
+        wait_until(lambda: startup_watch.is_stopped(sentinel.pid))
+        reading, writing = os.pipe()
+        os.close(reading)
+        monkeypatch.setattr(startup_watch, "_sentinels", [(sentinel.pid, writing)])
+        ends = threading.Thread(target=startup_watch.end_sentinel)
+        ends.start()
+        ends.join(10)
+        is_held = ends.is_alive()
+        sentinel.kill()
+    assert not is_held
+
+
 def test_ranks_that_meet_during_a_stop_end(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = StartupWatch(ProcessEnvironment("torchrun", 0, 2))
     meets = threading.Thread(target=watch.__exit__, args=(None, None, None))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from megatfm.config import load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.report import layer_charts, write_report
 from megatfm.report.charts import Line, downsample, format_number, make_chart, smooth
@@ -249,6 +250,10 @@ def test_settings_of_another_type_stop_neither_report_nor_comparison(run: Path) 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
         write_report(tmp_path)
+    (tmp_path / "launch.json").write_text("{}")
+    for refuse in (write_report, load_config):
+        with pytest.raises(UsageError, match=r"the run has not begun to train: `megatfm status .*` says why"):
+            refuse(tmp_path)
 
 
 def test_a_broken_config_is_one_line(run: Path) -> None:

@@ -168,8 +168,8 @@ def test_the_log_says_how_many_steps_the_epochs_are(tmp_path: Path) -> None:
     sizes = f"7 examples in {n_rows} rows of 32 tokens, 3 epochs"
     (padding,) = (note for note in open_corpora(*open_tokenizer(config)).warnings if "is padding" in note)
     assert padding.endswith(
-        "is padding, which costs time: whole documents don't fill such rows: choose shorter rows "
-        "(data.sequence_length), or prepare more text"
+        "is padding, which costs time: whole documents don't fill such rows: choose longer rows "
+        "(data.sequence_length), which hold several documents"
     )
     assert notes[-1] == f"{sizes}: {n_steps} steps of 2 rows (train.global_batch)"
     assert n_steps == round(3 * n_rows / 2)

@@ -30,6 +30,7 @@ from megatfm.train.startup_checks import (
     find_slow,
     get_free_memory,
     probe_disk,
+    warn_of_kept_checkpoints,
 )
 from megatfm.verify.expected_pipeline import divide_into_stages
 from megatfm.verify.shrink import shrink
@@ -88,6 +89,33 @@ def test_too_little_space_is_told_with_the_way_out(tmp_path: Path, monkeypatch: 
     words = f"{tmp_path}: 4 GB are free, but 4 more checkpoints of 1 GB must fit: make room, or else"
     with pytest.raises(MegatfmError, match=f"^{re.escape(words)}$"):
         check_space(tmp_path, 10**9, 4, "or else")
+
+
+@pytest.mark.parametrize(
+    ("settings", "first_step", "free", "due"),
+    [
+        ("checkpoint.keep_every=200", 0, 4, (5, 1000)),  # 200, 400, 600 and 800 fit
+        ("checkpoint.keep_every=200", 0, 5, None),
+        ("checkpoint.keep_every=200", 500, 2, (3, 1000)),
+        ("checkpoint.keep_every=200", 700, 2, None),
+        ("checkpoint.keep_every=150", 0, 2, (3, 900)),  # of the steps that are saved, it divides 300, 600 and 900
+        ("checkpoint.keep_every=0", 0, 0, None),
+    ],
+)
+def test_a_disk_that_kept_checkpoints_will_fill_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: str,
+    first_step: int,
+    free: int,
+    due: tuple[int, int] | None,
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * 10**9))
+    config = load_config("quickstart", ["checkpoint.every=100", "train.steps=1000", settings])
+    warn_of_kept_checkpoints(config, tmp_path, 10**9, first_step)
+    expected = due and f"will keep {due[0]} checkpoints of 1 GB until step 1000: make room before step {due[1]}"
+    assert caplog.text.endswith(f"{expected}\n") if expected else not caplog.text
 
 
 def test_the_disk_that_checkpoints_link_to_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
