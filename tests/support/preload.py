@@ -34,7 +34,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
 
 
 def list_callers() -> list[SimpleNamespace]:
-    """As inspect.stack: file and function of each frame, the innermost first."""
+    """List file and function of each frame, the innermost first, like inspect.stack."""
     codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
     return [SimpleNamespace(filename=code.co_filename, function=code.co_name) for code in codes]
 
