@@ -179,7 +179,8 @@ class SplitStage:
             split = _plan_documents(parts, share, seed)
             if split is None:
                 raise UsageError(
-                    f"too little text to hold {100 * share:.0f} % of it out: add text, or change split.validation"
+                    f"too little text to hold {100 * share:.0f} % of it out: documents are held out whole: add some, "
+                    "change split.validation, or hold nothing out with split.validation=0"
                 )
             return _describe_plan(split, ({"files": part[split.level]} for part in parts))
 

@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from megatfm.tokenizers import Tokenizer
 from megatfm.train.run import train
 
 log = logging.getLogger("megatfm")
+
+Texts = TypeVar("Texts", str, list[str])
+"""One text, or several."""
 
 
 def fit(config: Config | str | Path, *overrides: str) -> Path:
@@ -131,28 +134,23 @@ class Model:
         """The tokenizer that the model was trained with. Raises UsageError if there is none."""
         return self._with_tokenizer().tokenizer
 
-    @overload
-    def generate(self, prompt: str = "", **options: Any) -> str: ...
-
-    @overload
-    def generate(self, prompt: list[str] | tuple[str, ...], **options: Any) -> list[str]: ...
-
     def generate(
         self,
-        prompt: str | Sequence[str] = "",
+        prompt: Texts = "",  # type: ignore[assignment]
         *,
         max_tokens: int = 200,
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 0.95,
-        beams: int = 0,
+        num_beams: int = 0,
         length_penalty: float = 0.6,
         seed: int = 0,
-        begin: Literal["auto", "bos", "none", "chat"] = "auto",
+        bos: Literal["auto", "bos", "none"] = "auto",
+        chat: bool = False,
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | Sequence[str | Path] = (),
         batch: int = 16,
-    ) -> str | list[str]:
+    ) -> Texts:
         """Generate the continuation of a prompt; return it without the prompt.
 
         prompt: or a list of prompts of any lengths, which returns a list: each gets the text that it gets alone. image:
@@ -160,20 +158,22 @@ class Model:
         batch; beam search takes them one by one. The other options are those of `megatfm generate`. Raises UsageError
         for a model that does not generate text.
         """
-        texts = prompt if isinstance(prompt, list | tuple) else [prompt]
+        texts = [*prompt] if isinstance(prompt, list | tuple) else [prompt]
         if not all(isinstance(text, str) for text in texts):
             raise UsageError(
                 f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def '), or a list of them"
             )
         if max_tokens < 1:
             raise UsageError(f"max_tokens = {max_tokens}: choose 1 or more")
-        if beams < 0:
-            raise UsageError(f"beams = {beams}: choose 0 (none) or more")
-        options = PromptOptions(begin, sentinel, [image] if isinstance(image, str | Path) else image)
+        if num_beams < 0:
+            raise UsageError(f"num_beams = {num_beams}: choose 0 (none) or more")
+        options = PromptOptions(bos, sentinel, [image] if isinstance(image, str | Path) else image, chat)
         loaded = self._with_tokenizer()
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        if beams:
-            results = [generate_text_beam(loaded, text, max_tokens, beams, length_penalty, options) for text in texts]
+        if num_beams:
+            results = [
+                generate_text_beam(loaded, text, max_tokens, num_beams, length_penalty, options) for text in texts
+            ]
         else:
             results = generate_each(loaded, texts, sampling, max_tokens, options, batch_size=batch)
         return results[0] if isinstance(prompt, str) else results

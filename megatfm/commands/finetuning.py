@@ -216,7 +216,7 @@ def print_results(results: "TaskResults") -> None:
     if not results.sets:
         return
     names = list(next(iter(results.sets.values()))["metrics"])
-    title = f"{results.checkpoint}, step {results.step}"
+    title = f"{results.checkpoint.parents[1].name}, step {results.step}"
     table = make_table(("set", "examples", "loss", *names), ("set",), title)
     for name, result in results.sets.items():
         cells = []

@@ -134,13 +134,11 @@ def generate_command(args: argparse.Namespace) -> int:
     if args.num_beams < 0 or (args.num_beams and args.num_samples > 1):
         raise UsageError("--num-beams: choose 1 or more, and no --num-samples: beam search finds one text")
     _refuse_ignored_options(args)
-    if args.chat and args.bos != "auto":
-        raise UsageError("--chat: the template decides what stands before the prompt: leave --bos out")
     from megatfm.inference.decoding import Sampling
     from megatfm.inference.prompts import PromptOptions, choose_separator
     from megatfm.inference.text import generate_text, generate_text_beam
 
-    options = PromptOptions("chat" if args.chat else args.bos, args.sentinel, args.image)
+    options = PromptOptions(args.bos, args.sentinel, args.image, args.chat)
     model = load_text_model(args.run_dir, _choose_device(args.device), args.dtype, args.trust_plugins)
     shown_prompt = f"{args.prompt}{choose_separator(model, options)}"
     if args.num_beams:

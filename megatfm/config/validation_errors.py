@@ -1,6 +1,7 @@
 """Errors of validation as one line: key, value, reason and a way out; keys of other names are suggested."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from megatfm.config.foreign_keys import list_foreign_keys, translate_foreign_key
 from megatfm.config.root import Config
 from megatfm.config.section import get_item_type, get_variant_name, list_sections, list_variants
+from megatfm.config.sources import find_type
 from megatfm.registry import did_you_mean
 
 MAX_SUGGESTIONS = 3
@@ -50,8 +52,12 @@ def _explain(error: ValidationError, config_class: type[BaseModel], values: Mapp
     if first["type"] == "missing" and value is None:
         reason, example = _explain_by_name(values, path), _give_example(section, path)
         return f"{key}: is required{reason}{example}{_list_other_missing_keys(error) or n_more}"
+    if first["type"] == "value_error" and path:
+        sections, first_word = list_variants(find_type(config_class, values, path)), re.split(r"\W", message)[0]
+        begins_with_key = any(first_word in section.model_fields for section in sections)
+        return f"{key}{'.' if begins_with_key else ': '}{message}{n_more}"
     if first["type"] == "value_error":
-        return f"{key + ': ' if path else ''}{message}{n_more}"
+        return f"{message}{n_more}"
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{n_more}"

@@ -160,6 +160,7 @@ def write_preprocessor(
         write_json(folder / PREPROCESSOR, {**stored, **pixels})
         return []
     prepared = {
+        "do_convert_rgb": len(pixels["image_mean"]) == 3,
         "do_resize": True,
         "size": {"shortest_edge": int(side / images.crop_pct)},
         "resample": FILTERS[images.interpolation],

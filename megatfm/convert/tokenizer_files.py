@@ -23,7 +23,7 @@ from megatfm.tasks.chat import find_answer_end_tokens
 from megatfm.tasks.examples import ExampleFormat, Frame, build_frame
 from megatfm.tokenizers import CHAT_TEMPLATE, Tokenizer
 from megatfm.tokenizers.base import list_token_ids
-from megatfm.tokenizers.hugging_face import find_frame_kind, set_frame
+from megatfm.tokenizers.hugging_face import find_frame_kind, remove_frame, set_frame
 from megatfm.tokenizers.sentence_piece import make_tokenizer_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -37,7 +37,8 @@ def export_tokenizer(
     """Copy the tokenizer of a run, or of its config, to an exported folder; returns notes, and keys of config.json.
 
     One that says nothing of special tokens around a text gets those of the model's training, unless the model came from
-    transformers. state: of the checkpoint. Raises UsageError if this is not the tokenizer that its hash names.
+    transformers. With a task's head they replace what the tokenizer adds, if that differs: the head reads these tokens.
+    state: of the checkpoint. Raises UsageError if this is not the tokenizer that its hash names.
     """
     tokenizer_hash = digest if isinstance(digest := state.get("tokenizer"), str) else None
     run = checkpoint.absolute().parent.parent
@@ -64,10 +65,14 @@ def export_tokenizer(
     frame_kind = find_frame_kind(tokenizer_json.read_bytes()) if tokenizer_json.is_file() else None
     is_own = frame_kind == "own" or not (folder / TOKENIZER_CONFIG).is_file()
     is_own = is_own or (frame_kind == "none" and "origin" not in state)
-    if is_own:
-        begins = state.get("begins")
-        prefix_ids = list_token_ids(begins) if isinstance(begins, list) else [tokenizer.bos]
-        notes += _write_tokenizer_config(tokenizer, folder, _choose_frame(tokenizer, config, prefix_ids))
+    begins = state.get("begins")
+    prefix_ids = list_token_ids(begins) if isinstance(begins, list) else [tokenizer.bos]
+    frame = _choose_frame(tokenizer, config, prefix_ids)
+    declared = getattr(tokenizer, "find_pair_template", lambda: None)() or ((), (), ())
+    has_task_head = config.task is not None and bool(config.model.extra_heads)
+    is_replaced = has_task_head and not is_own and frame != Frame(*declared)
+    if is_own or is_replaced:
+        notes += _write_tokenizer_config(tokenizer, folder, frame, is_replaced=is_replaced)
     if config.model.embedding.n_segments > 1 and (is_own or config.task is not None):
         _enable_segment_ids(folder / TOKENIZER_CONFIG)
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
@@ -136,9 +141,11 @@ def _choose_frame(tokenizer: Tokenizer, config: Config, prefix_ids: Sequence[int
     return Frame((), (), ())
 
 
-def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) -> list[str]:
-    """Write tokenizer_config.json, with which transformers reads the same tokenizer, and its frame; returns a note if
-    it can't."""
+def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame, *, is_replaced: bool) -> list[str]:
+    """Write tokenizer_config.json, with which transformers reads the same tokenizer, and its frame.
+
+    is_replaced: the frame replaces another post-processor's. Returns a note if the frame can't be written.
+    """
     begins, ends = frame.before == (tokenizer.bos,), frame.after == (tokenizer.eos,)
     tokenizer_config: dict[str, Any] = {
         f"{role}_token": tokenizer.id_to_piece(token)
@@ -150,6 +157,7 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) ->
     content = make_tokenizer_json(model.read_bytes()) if model.is_file() else path.read_bytes()
     if content is not None:
         tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        content = remove_frame(content) if is_replaced else content
         _replace_file(path, set_frame(content, frame.before, frame.between, frame.after))
     else:
         before, after = (" ".join(map(tokenizer.id_to_piece, ids)) for ids in (frame.before, frame.after))
@@ -159,7 +167,9 @@ def _write_tokenizer_config(tokenizer: Tokenizer, folder: Path, frame: Frame) ->
         ]
     path = folder / TOKENIZER_CONFIG
     present = read_json_object(path) if path.is_file() else {}
-    merged = tokenizer_config | present | {key: tokenizer_config[key] for key in (ADD_BOS_KEY, ADD_EOS_KEY)}
+    # A class such as LlamaTokenizer would put its own tokens around a text.
+    decided = (ADD_BOS_KEY, ADD_EOS_KEY, *(["tokenizer_class"] if is_replaced and content is not None else []))
+    merged = tokenizer_config | present | {key: tokenizer_config[key] for key in decided}
     _replace_file(path, json.dumps(merged, indent=2).encode() + b"\n")
     return notes
 

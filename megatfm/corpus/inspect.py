@@ -117,11 +117,7 @@ def describe_corpus(
         **describe_rows(corpus),
         **_describe_token_shares(corpus.manifest.provenance),
         "fingerprint": corpus.fingerprint,
-        "provenance": json.dumps(
-            {name: value for name, value in corpus.manifest.provenance.items() if name != TOKEN_SHARES},
-            ensure_ascii=False,
-            sort_keys=True,
-        ),
+        **_describe_provenance(corpus.manifest.provenance),
     }
     return _format_facts(facts)
 
@@ -149,6 +145,22 @@ def _describe_token_shares(provenance: dict[str, Any]) -> dict[str, str]:
         shares = [f"{value} {100 * tokens / max(1, total):.1f} %" for value, _, _, tokens in rows[:MAX_SHARES]]
         shares_by_field[name] = ", ".join(shares) + (" and others" if len(rows) > MAX_SHARES else "")
     return shares_by_field
+
+
+def _describe_provenance(provenance: dict[str, Any]) -> dict[str, str]:
+    """Return a line for each entry of a manifest's provenance and each section of the config in it."""
+    entries = {name: value for name, value in provenance.items() if name not in (TOKEN_SHARES, "classes")}
+    if isinstance(config := entries.get("config"), dict):
+        del entries["config"]
+        entries |= {f"config.{name}": section for name, section in config.items()}
+    return {f"made: {name}": _format_entry(value) for name, value in sorted(entries.items())}
+
+
+def _format_entry(value: Any) -> str:
+    """Format JSON; a table as `key = value, …`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} = {json.dumps(child, ensure_ascii=False)}" for key, child in value.items())
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _show_sample(

@@ -83,7 +83,7 @@ def list_foreign_shards(folder: Path) -> list[Path]:
         raise UsageError(f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`")
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
     if not paths:
-        raise UsageError(f"{folder}: has no shards (.tar or .tar.zst)")
+        raise UsageError(f"{folder}: has no shards (.tar or .tar.zst); `megatfm prep` reads other files")
     path_by_index: dict[str, Path] = {}
     for path in paths:
         first_path = path_by_index.setdefault(make_index_name(path), path)

@@ -219,10 +219,12 @@ class _Planner:
             keys = ", ".join(["data.sequence_length", "data.target_length"][: len(self.row_lengths)])
             reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             advice = f"choose shorter rows ({keys}), or prepare more text"
-            if getattr(self.objective, "reads_images", False):
+            reads_images = getattr(self.objective, "reads_images", False)
+            if reads_images and not getattr(self.objective, "reads_text", True):
                 reason, advice = "its images don't fill such rows", f"choose other lengths ({keys})"
             elif len(self.row_lengths) > 1:
-                reason, advice = "inputs and targets don't fill their rows alike", f"choose other lengths ({keys})"
+                sides = "images and texts" if reads_images else "inputs and targets"
+                reason, advice = f"{sides} don't fill their rows alike", f"choose other lengths ({keys})"
             elif self._is_bin_packed and self.objective.max_tokens is not None:
                 reason = "whole documents don't fill such rows"
                 advice = f"choose longer rows ({keys}), which hold several documents"

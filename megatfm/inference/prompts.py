@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatfm")
 
-BEGIN = ("auto", "bos", "none", "chat")
+BOS = ("auto", "bos", "none")
 SENTINEL = ("auto", "always", "never")
 
 
@@ -33,21 +33,24 @@ SENTINEL = ("auto", "always", "never")
 class PromptOptions:
     """Options that put a prompt into the form of the model's training texts.
 
-    begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none"; "chat": the prompt is a
-    user's message, in the chat template, which begins the answer. sentinel: whether `<extra_0>` is appended to a text
-    without any, which a model of span corruption fills in: "always", "never", or "auto": for models that were trained
-    so here, while converted ones may have learnt tasks. images: files, for a vision-language model; they replace the
-    image tokens in the text, or precede the text. Raises UsageError for another value.
+    bos: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none". sentinel: whether `<extra_0>`
+    is appended to a text without any, which a model of span corruption fills in: "always", "never", or "auto": for
+    models that were trained so here, while converted ones may have learnt tasks. images: files, for a vision-language
+    model; they replace the image tokens in the text, or precede the text. chat: the prompt is a user's message, in the
+    chat template, which begins the answer. Raises UsageError for another value.
     """
 
-    begin: str = "auto"
+    bos: str = "auto"
     sentinel: str = "auto"
     images: Sequence[str | Path] = ()
+    chat: bool = False
 
     def __post_init__(self) -> None:
-        for key, value, known in (("begin", self.begin, BEGIN), ("sentinel", self.sentinel, SENTINEL)):
+        for key, value, known in (("bos", self.bos, BOS), ("sentinel", self.sentinel, SENTINEL)):
             if value not in known:
                 raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
+        if self.chat and self.bos != "auto":
+            raise UsageError("chat: the template decides what stands before the prompt: leave bos out")
 
 
 DEFAULT_OPTIONS = PromptOptions()
@@ -62,7 +65,7 @@ def build_prompts(
     """
     objective, tokenizer = loaded.config.objective.name, loaded.tokenizer
     _check_options(loaded, options)
-    if options.begin == "chat":
+    if options.chat:
         return Prompts(_repeat_rows(_encode_chat(loaded, text), samples))
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
@@ -77,7 +80,7 @@ def build_prompts(
         return Prompts(_repeat_rows(decoder, samples), _repeat_rows(encoder, samples))
     prefix_ids: list[int] = []
     if not has_mode and objective != "span_corruption":
-        prefix_ids = _list_prefix_ids(loaded, options.begin)
+        prefix_ids = _list_prefix_ids(loaded, options.bos)
         ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
     if not options.images:
         return Prompts(_repeat_rows(ids, samples), prefix=objective in ("prefix", "span_corruption", "ul2"))
@@ -95,20 +98,19 @@ def _check_options(loaded: "TextModel", options: PromptOptions) -> None:
             "the model has no head over the vocabulary, and makes no text: give one with its head (…ForCausalLM), or "
             "take vectors by megatfm.load(FOLDER).encode"
         )
-    if options.begin != "auto" and has_encoder(loaded.model):
+    if options.bos != "auto" and has_encoder(loaded.model):
         raise UsageError(
-            f"begin = {options.begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave "
-            "it out"
+            f"bos = {options.bos!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
         )
-    if options.begin == "chat" and options.images:
+    if options.chat and options.images:
         raise UsageError("a chat prompt with an image is not supported: leave out one of the two")
 
 
-def _list_prefix_ids(loaded: "TextModel", begin: str) -> list[int]:
+def _list_prefix_ids(loaded: "TextModel", bos: str) -> list[int]:
     """Return the ids before a decoder's prompt."""
-    if begin == "none":
+    if bos == "none":
         return []
-    if begin == "bos" or loaded.prompt_prefix_ids is None:
+    if bos == "bos" or loaded.prompt_prefix_ids is None:
         return [loaded.tokenizer.bos]
     return list(loaded.prompt_prefix_ids)
 
@@ -120,7 +122,7 @@ def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
     """
     tokenizer, task = loaded.tokenizer, loaded.config.task
     if not isinstance(tokenizer, HuggingFaceTokenizer) or loaded.tokenizer_file is None:
-        raise UsageError("a chat needs a tokenizer.json, in which special tokens are spelled: leave --chat out")
+        raise UsageError("chat: needs a tokenizer.json, in which special tokens are spelled: leave it out")
     if spellings := [spelling for spelling in tokenizer.reserved_spellings if spelling in text]:
         raise UsageError(f"the prompt spells the special token {spellings[0]!r}: take it out")
     template = load_chat_template(loaded.tokenizer_file, tokenizer, task.chat_template if task else None)
@@ -160,7 +162,7 @@ def choose_separator(loaded: "TextModel", options: PromptOptions) -> str:
     """
     objective = loaded.config.objective.name
     is_answer = objective == "answers" and has_encoder(loaded.model)
-    return "\n" if is_answer or options.begin == "chat" or objective == "span_corruption" else ""
+    return "\n" if is_answer or options.chat or objective == "span_corruption" else ""
 
 
 def _repeat_rows(ids: list[int], samples: int) -> list[Tensor]:

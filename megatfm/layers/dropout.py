@@ -37,7 +37,7 @@ class Dropout(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T]. Raises UsageError for a batch without random keys."""
-        return keyed.make_token_keys(require_rng_keys(sequence, self.purpose), self.site, sequence.indices)
+        return keyed.make_token_keys(require_rng_keys(sequence.rng_keys, self.purpose), self.site, sequence.indices)
 
     def make_head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, shard_index: int | None = None
@@ -69,18 +69,18 @@ class DropPath(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T], the same key for all tokens of a row, or of an image; its first image has the row's."""
-        keys_B = keyed.fold_in(require_rng_keys(sequence, "stochastic depth"), self.site)
+        keys_B = keyed.fold_in(require_rng_keys(sequence.rng_keys, "stochastic depth"), self.site)
         keys_BT = keys_B[:, None].expand(sequence.positions.shape)
         if (images_BT := sequence.image_numbers) is None:
             return keys_BT
         return keys_BT.where(images_BT <= 0, keyed.fold_in(keys_BT, images_BT))
 
 
-def require_rng_keys(sequence: SequenceMetadata, purpose: str) -> Tensor:
-    """Return the batch's random keys. purpose: what needs them. Raises UsageError if the batch has none."""
-    if sequence.rng_keys is None:
+def require_rng_keys(keys_B: Tensor | None, purpose: str) -> Tensor:
+    """Return the random keys of a batch's rows. purpose: what needs them. Raises UsageError if the batch has none."""
+    if keys_B is None:
         raise UsageError(
             f"{purpose} in training needs random keys, and the batch has none: pass keys, an int64 tensor [batch] with "
             "a different value for each row, or call model.eval()"
         )
-    return sequence.rng_keys
+    return keys_B

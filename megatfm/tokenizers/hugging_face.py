@@ -280,6 +280,13 @@ def set_frame(data: bytes, before: Sequence[int], between: Sequence[int], after:
     return _OWN_FRAME.sub(lambda _: line, data, count=1)
 
 
+def remove_frame(data: bytes) -> bytes:
+    """Return a tokenizer.json without a post-processor of others; one without any stays the same file."""
+    if find_frame_kind(data) != "foreign":
+        return data
+    return json.dumps(json.loads(data) | {"post_processor": None}, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
 def find_frame_kind(data: bytes) -> Literal["none", "own", "foreign"]:
     """Return whether a tokenizer.json has no post-processor, one of `set_frame`, or one of others."""
     match = _OWN_FRAME.search(data)

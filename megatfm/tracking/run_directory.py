@@ -37,7 +37,7 @@ class RunDirectory:
     folder: Path
     rank: int
     new_paths: NewPaths = field(default_factory=NewPaths, repr=False)
-    is_saving: Callable[[], bool] = field(default=lambda: False, init=False, repr=False)
+    is_saving: Callable[[], bool] = field(init=False, repr=False)
     """Function that returns whether a save goes on. After an error one may be left alone: the lock then ends with the
     process, as another run would find the folder changing."""
     _lock: RunLock = field(init=False, repr=False)
@@ -45,6 +45,7 @@ class RunDirectory:
 
     def __post_init__(self) -> None:
         self._lock = RunLock(self.folder / "lock")
+        self.is_saving = lambda: False
 
     @property
     def checkpoints(self) -> Path:

@@ -190,7 +190,7 @@ def test_answers_end_where_the_template_ends_them(
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert model.generation_config.eos_token_id == [3, 5]
     for city, answer in ANSWERS.items():
-        assert opened.generate(city, begin="chat", temperature=0, max_tokens=9).split() == answer.split()
+        assert opened.generate(city, chat=True, temperature=0, max_tokens=9).split() == answer.split()
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": city}], add_generation_prompt=True, return_tensors="pt"
         )

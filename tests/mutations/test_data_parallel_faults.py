@@ -183,7 +183,7 @@ def dropout_differs(layout: str) -> bool:
     config = FAMILY_MODELS["gpt"]
     batch = family_batch(config)
     with pytest.MonkeyPatch.context() as clean:
-        clean.setattr(dropout, "require_rng_keys", lambda sequence, _: sequence.rng_keys)
+        clean.setattr(dropout, "require_rng_keys", lambda keys, _: keys)
         reference = build(config).double().train()
         initialise(reference, 7)
         terms = PassThroughObjective([])(reference, batch)

@@ -30,6 +30,7 @@ from tests.support.deepspeed_state import (
     check_steps,
     compare_offloaded_runs,
     exchange_checkpoints,
+    find_kept_gradients,
     make_offloaded_config,
     save_native_checkpoint,
 )
@@ -238,7 +239,11 @@ def test_float16_and_float32_are_supported_on_every_host(workers: Workers) -> No
     assert workers.run(on_a_host_without_fast_float16, 1) == [dtypes]
 
 
-def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -> None:
+def test_gradients_that_are_dropped_are_gone(workers: Workers) -> None:
+    assert workers.run(find_kept_gradients, 2, timeout=250) == [[], []]
+
+
+def test_steps_left_out_frozen_weights_and_overflows(workers: Workers) -> None:
     for result in workers.run(check_steps, 2, timeout=250):
         assert result == []
 

@@ -41,6 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
         **DINO, "embedding.n_register_tokens": 3, "position.antialias": True,
     },
     "SiglipVisionModel": {"embedding.n_class_tokens": 0, "ffn.activation": "gelu_tanh"},
+    "SiglipForImageClassification": {
+        **CLASSIFIER, "extra_heads.classifier.pool": "mean", "embedding.n_class_tokens": 0,
+    },
     "DINOv3ViTModel": {"embedding.n_register_tokens": 2, "position": {"name": "rope_2d", "normalized": True},
                        "attention.key_bias": False, "ffn.activation": "swiglu", "layer_scale": 1.0},
     "CLIPVisionModel": {"embedding.norm": True, "embedding.bias": False, "ffn.activation": "quick_gelu"},

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import io
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -245,3 +246,18 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
         time.sleep(0.01)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a process a signal and wait until it has taken it: of two equal ones that wait, the kernel keeps one."""
+    os.kill(pid, number)
+
+    def is_pending() -> bool:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            return False
+        masks = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", status, re.MULTILINE)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+    wait_until(lambda: not is_pending())

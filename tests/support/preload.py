@@ -10,11 +10,14 @@ import gc
 import importlib
 import os
 import sys
+import traceback
+from types import SimpleNamespace
 
 MODULES = [
     "numpy", "pytest", "torch", "torch.nn.attention.varlen", "torch.distributed.fsdp", "torch.distributed.tensor.debug",
-    "torch._dynamo", "megatfm.cli", "megatfm.train.run", "megatfm.verify.rank_processes",
-    "megatfm.engines.native.engine", "megatfm.inference.text", "megatfm.describe.description",
+    "torch.distributed.launcher.api", "torch._dynamo", "megatfm.cli", "megatfm.train.run",
+    "megatfm.verify.rank_processes", "megatfm.engines.native.engine", "megatfm.inference.text",
+    "megatfm.describe.description",
     "megatfm.commands.training",  # and the launchers, which most commands import
 ]  # fmt: skip
 if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
@@ -29,6 +32,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a 
         "megatfm.report.run_charts", "megatfm.tasks.answers",
     ]  # fmt: skip
 
+
+def list_callers() -> list[SimpleNamespace]:
+    """As inspect.stack: file and function of each frame, the innermost first."""
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return [SimpleNamespace(filename=code.co_filename, function=code.co_name) for code in codes]
+
+
 atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
 gc.disable()
 from tests.support.process_state import leave_files_in_page_cache  # noqa: E402
@@ -41,11 +51,16 @@ for name in MODULES:
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # a pool of threads would be missing in forks
-time_matmul = functools.cache(sys.modules["megatfm.tracking.utilization"].time_matmul)
-for name in ("build", "startup_checks"):
-    sys.modules[f"megatfm.train.{name}"].time_matmul = time_matmul  # type: ignore[attr-defined]
+utilization = sys.modules["megatfm.tracking.utilization"]
+for name, function in (("build", "measure_bf16_speedup"), ("startup_checks", "time_matmul")):
+    setattr(sys.modules[f"megatfm.train.{name}"], function, functools.cache(getattr(utilization, function)))
 sys.modules["megatfm.train.build"].is_bf16_faster(torch.device("cpu"))
-sys.modules["megatfm.tracking.utilization"].MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
+sys.modules["megatfm.train.startup_checks"].time_matmul(torch.float32, torch.device("cpu"))
+utilization.MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
+# torchrun's rendezvous names its callers at each event by inspect.stack, which looks among all modules for the source
+# of each frame: half a second of CPU here. On a busy machine, agents that did so lost one another.
+for name in ("events", "rendezvous.dynamic_rendezvous"):
+    vars(sys.modules[f"torch.distributed.elastic.{name}"])["inspect"] = SimpleNamespace(stack=list_callers)
 importlib.import_module("tests.support.forked_commands").list_modules_with_popen()
 gc.freeze()
 gc.enable()

@@ -148,7 +148,7 @@ class Job:
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, self.report("waited in vain")
-            assert self.state not in ENDED or condition(), self.report("it ended in the meantime")
+            assert not self._has_ended() or condition(), self.report("it ended in the meantime")
             time.sleep(POLL_SECONDS)
 
     def wait_for_step(self, step: int) -> None:
@@ -156,20 +156,25 @@ class Job:
 
     def finish(self, state: str = "COMPLETED", timeout: float = 300) -> dict[str, str]:
         """Wait for the end, show what SLURM reports, and return it. A requeued job has not ended."""
-        end = time.monotonic() + timeout
-        while (now := self.state) not in ENDED or self._may_be_requeued(now):
-            assert time.monotonic() < end, self.report(f"not at an end after {timeout} s")
+        deadline = time.monotonic() + timeout
+        while not self._has_ended(state):
+            assert time.monotonic() < deadline, self.report(f"not at an end after {timeout} s")
             time.sleep(POLL_SECONDS)
-        assert now == state, self.report(f"{state} was expected")
-        print(self.cluster.slurm("scontrol", "show", "job", self.number))
         record = self.record()
+        assert record["JobState"] == state, self.report(f"{state} was expected")
+        print(self.cluster.slurm("scontrol", "show", "job", self.number))
         JOB_REPORTS[self.number] = " ".join(f"{key}={record[key]}" for key in REPORTED)
         return record
 
-    def _may_be_requeued(self, state: str) -> bool:
-        """`scontrol requeue` of a job that is just ending shows it as ended for a moment."""
-        time.sleep(0.3)
-        return self.state != state
+    def _has_ended(self, expected: str = "COMPLETED") -> bool:
+        """Whether the job is over. One that is just being requeued shows an end for a moment, but never COMPLETED."""
+        state = self.state
+        deadline = time.monotonic() + (1.0 if state == expected else 10.0)
+        while state in ENDED - {"COMPLETED"} and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            if self.state != state:
+                return False
+        return state in ENDED
 
     def report(self, problem: str) -> str:
         output = self.cluster.slurm("scontrol", "show", "job", self.number)

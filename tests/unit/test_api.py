@@ -80,7 +80,7 @@ def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture
     add_generate_arguments(parser)
     model = megatfm.load(run)
     capsys.readouterr()
-    for words, options in ((["--seed", "3"], {"seed": 3}), (["--num-beams", "2"], {"beams": 2})):
+    for words, options in ((["--seed", "3"], {"seed": 3}), (["--num-beams", "2"], {"num_beams": 2})):
         generate_command(parser.parse_args([str(run), "--prompt", "def ", "--max-tokens", "6", *words]))
         assert capsys.readouterr().out == f"def {model.generate('def ', max_tokens=6, **options)}\n"
 
@@ -211,7 +211,7 @@ def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
         (lambda: model.generate("a", max_tokens=0), "^max_tokens = 0: choose 1 or more$"),
         (lambda: model.generate(["a"], batch=0), "^batch = 0: choose 1 or more prompts at a time"),
         (lambda: model.generate(["a", 3]), r"^prompt = \['a', 3\] is not a string: give one, e\.g\. .* or a list"),
-        (lambda: model.generate("a", beams=-1), r"^beams = -1: choose 0 \(none\) or more$"),
+        (lambda: model.generate("a", num_beams=-1), r"^num_beams = -1: choose 0 \(none\) or more$"),
     ):
         with pytest.raises(UsageError, match=message):
             call()

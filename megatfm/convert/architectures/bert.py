@@ -2,7 +2,7 @@
 (ElectraForPreTraining), and the parts that other encoders share with them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,14 @@ from megatfm.config import LearnedPositionConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.hf_config import SUMMARY_KEYS, Json, Key, ignored, supported_values, used
 from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
-from megatfm.convert.weight_mapping import WeightMapping, add_prefix, map_layers, map_name, rename_linear
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    add_prefix,
+    map_layers,
+    map_name,
+    rename_linear,
+    rename_modules,
+)
 from megatfm.errors import UsageError
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -93,18 +100,19 @@ def map_embeddings(hf_prefix: str, *, copies: Iterable[str] = ()) -> list[Weight
     ]
 
 
-SELF_ATTENTION = [
-    *rename_linear("attn.wq", "attention.self.query", bias=True),
-    *rename_linear("attn.wk", "attention.self.key", bias=True),
-    *rename_linear("attn.wv", "attention.self.value", bias=True),
-]
-AFTER_ATTENTION = [
-    *rename_linear("attn.wo", "attention.output.dense", bias=True),
-    *rename_linear("attn_residual.norm", "attention.output.LayerNorm", bias=True),
-    *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
-    *rename_linear("ffn.w_down", "output.dense", bias=True),
-    *rename_linear("ffn_residual.norm", "output.LayerNorm", bias=True),
-]
+SELF_ATTENTION = rename_modules(
+    {"attn.wq": "attention.self.query", "attn.wk": "attention.self.key", "attn.wv": "attention.self.value"}, bias=True
+)
+AFTER_ATTENTION = rename_modules(
+    {
+        "attn.wo": "attention.output.dense",
+        "attn_residual.norm": "attention.output.LayerNorm",
+        "ffn.w_up": "intermediate.dense",
+        "ffn.w_down": "output.dense",
+        "ffn_residual.norm": "output.LayerNorm",
+    },
+    bias=True,
+)
 BLOCK = [*SELF_ATTENTION, *AFTER_ATTENTION]
 """A block of BERT, RoBERTa and ELECTRA."""
 
@@ -129,10 +137,6 @@ PREDICTION_HEAD = map_head(
 # BERT: BertForPreTraining has the sentence head, BertForMaskedLM has not
 
 BERT_KEYS = ENCODER_KEYS | POOLER | used(pad_token_id=(0, int, None))
-
-
-def read_bert_pretraining(hf_config: Json) -> ModelConfig:
-    return read_encoder(hf_config, **{"extra_heads.sentence.classes": 2})
 
 
 def map_bert(config: ModelConfig, pooler: str = "bert.pooler.dense") -> list[WeightMapping]:
@@ -161,10 +165,20 @@ MASKED_BERT = Architecture(
     legacy_names=OLD_NORMS,
     fingerprint={"family": "encoder", "position.name": "learned", "position.offset": 0},
 )
-register_architecture(
-    "BertForPreTraining", replace(MASKED_BERT, config_from_hf=read_bert_pretraining, ignored_tensors=(POSITION_IDS,))
-)
-register_architecture("BertForMaskedLM", MASKED_BERT, base="BertModel")
+
+
+def register_with_sentence_head(family: str, masked: Architecture) -> None:
+    """Register the classes ForPreTraining, which has the sentence head, ForMaskedLM and Model of a family."""
+
+    def read(hf_config: Json) -> ModelConfig:
+        return masked.config_from_hf(hf_config).with_changes({"extra_heads.sentence.classes": 2})
+
+    with_sentence = replace(masked, config_from_hf=read, ignored_tensors=(POSITION_IDS,))
+    register_architecture(f"{family}ForPreTraining", with_sentence)
+    register_architecture(f"{family}ForMaskedLM", masked, base=f"{family}Model")
+
+
+register_with_sentence_head("Bert", MASKED_BERT)
 
 # RoBERTa, whose positions begin one after the padding token's id
 
@@ -197,10 +211,12 @@ def write_roberta(config: ModelConfig) -> Json:
     )
 
 
-def map_roberta(config: ModelConfig) -> list[WeightMapping]:
+def map_roberta(
+    config: ModelConfig, prefix: str = "roberta.", block: Sequence[WeightMapping] = BLOCK
+) -> list[WeightMapping]:
     return [
-        *map_embeddings("roberta.embeddings.", copies=["lm_head.decoder.weight"]),
-        *map_layers(config.n_layers, "encoder.layers.", "roberta.encoder.layer.", BLOCK),
+        *map_embeddings(f"{prefix}embeddings.", copies=["lm_head.decoder.weight"]),
+        *map_layers(config.n_layers, "encoder.layers.", f"{prefix}encoder.layer.", block),
         *map_head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
     ]
 
@@ -222,16 +238,19 @@ register_architecture(
 
 # ALBERT, whose groups of layers share weights
 
-ALBERT_BLOCK = [
-    *rename_linear("attn.wq", "attention.query", bias=True),
-    *rename_linear("attn.wk", "attention.key", bias=True),
-    *rename_linear("attn.wv", "attention.value", bias=True),
-    *rename_linear("attn.wo", "attention.dense", bias=True),
-    *rename_linear("attn_residual.norm", "attention.LayerNorm", bias=True),
-    *rename_linear("ffn.w_up", "ffn", bias=True),
-    *rename_linear("ffn.w_down", "ffn_output", bias=True),
-    *rename_linear("ffn_residual.norm", "full_layer_layer_norm", bias=True),
-]
+ALBERT_BLOCK = rename_modules(
+    {
+        "attn.wq": "attention.query",
+        "attn.wk": "attention.key",
+        "attn.wv": "attention.value",
+        "attn.wo": "attention.dense",
+        "attn_residual.norm": "attention.LayerNorm",
+        "ffn.w_up": "ffn",
+        "ffn.w_down": "ffn_output",
+        "ffn_residual.norm": "full_layer_layer_norm",
+    },
+    bias=True,
+)
 
 
 ALBERT_KEYS = ENCODER_KEYS | {
@@ -252,10 +271,6 @@ def read_albert(hf_config: Json) -> ModelConfig:
     return read_encoder(
         hf_config, **{"embedding.dim": hf_config["embedding_size"], "distinct_layers": hf_config["num_hidden_groups"]}
     )
-
-
-def read_albert_pretraining(hf_config: Json) -> ModelConfig:
-    return read_albert(hf_config).with_changes({"extra_heads.sentence.name": "sentence"})
 
 
 def write_albert(config: ModelConfig) -> Json:
@@ -294,11 +309,7 @@ MASKED_ALBERT = Architecture(
     ignored_tensors=(POSITION_IDS, r"^albert\.pooler\.", r"^sop_classifier\."),
     fingerprint={"family": "encoder", "position.name": "learned", "distinct_layers": 1},
 )
-register_architecture(
-    "AlbertForPreTraining",
-    replace(MASKED_ALBERT, config_from_hf=read_albert_pretraining, ignored_tensors=(POSITION_IDS,)),
-)
-register_architecture("AlbertForMaskedLM", MASKED_ALBERT, base="AlbertModel")
+register_with_sentence_head("Albert", MASKED_ALBERT)
 
 # ELECTRA
 

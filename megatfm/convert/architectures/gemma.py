@@ -10,7 +10,6 @@ from megatfm.convert.architectures.llama import (
     map_attention,
     map_decoder,
     map_dense_ffn,
-    map_qk_norms,
     register_decoder,
 )
 from megatfm.convert.hf_config import OPTIONAL_STR, Json, ignored, omit_keys, supported_values, used
@@ -141,11 +140,9 @@ def _write_gemma(config: ModelConfig) -> Json:
 
 
 def map_gemma(config: ModelConfig) -> list[WeightMapping]:
-    bias, qk_norm = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
     block = [
         *rename_linear("attn_residual.norm", "input_layernorm"),
-        *map_attention(bias=bias),
-        *(map_qk_norms() if qk_norm else []),
+        *map_attention(config),
         *rename_linear("attn_residual.norm_out", "post_attention_layernorm"),
         *rename_linear("ffn_residual.norm", "pre_feedforward_layernorm"),
         *map_dense_ffn("ffn", "mlp"),

@@ -85,21 +85,20 @@ def write_llama(config: ModelConfig) -> Json:
 
 
 def map_llama(config: ModelConfig) -> list[WeightMapping]:
-    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    return map_llama_style(config, map_attention(bias=bias))
+    return map_llama_style(config, map_attention(config))
 
 
-def map_attention(*, bias: bool = False, output_bias: bool | None = None) -> list[WeightMapping]:
-    """Map the projections of queries, keys, values and output. output_bias: None: as `bias`."""
+def map_attention(config: ModelConfig) -> list[WeightMapping]:
+    """Map the projections of queries, keys, values and output, and the norms of queries and keys if there are some."""
+    attention = require_variant(config.attention, GQAAttentionConfig, "model.attention")
+    output_bias = attention.bias if attention.output_bias is None else attention.output_bias
+    norm = "attn.w{}_norm" if attention.qk_norm == "all_heads" else "attn.{}_norm"
+    norms = rename_modules({norm.format(part): f"self_attn.{part}_norm" for part in "qk"})
     return [
-        *rename_modules({f"attn.w{part}": f"self_attn.{part}_proj" for part in "qkv"}, bias=bias),
-        *rename_linear("attn.wo", "self_attn.o_proj", bias=bias if output_bias is None else output_bias),
+        *rename_modules({f"attn.w{part}": f"self_attn.{part}_proj" for part in "qkv"}, bias=attention.bias),
+        *rename_linear("attn.wo", "self_attn.o_proj", bias=output_bias),
+        *(norms if attention.qk_norm else []),
     ]
-
-
-def map_qk_norms() -> list[WeightMapping]:
-    """Map the norms of queries and keys, head by head."""
-    return rename_modules({f"attn.{part}_norm": f"self_attn.{part}_norm" for part in "qk"})
 
 
 def map_llama_style(
@@ -199,6 +198,9 @@ register_decoder(
     "Mistral", "mistral", MISTRAL_KEYS, read_mistral, write_mistral, map_llama, ignored_tensors=ROTARY_BUFFERS
 )
 
+ANY_TOKEN_IDS = {key: COMMON_KEYS[key] for key in ("bos_token_id", "eos_token_id")}
+"""Keys of classes that have no default ids."""
+
 # Qwen2 and Qwen2.5: a Llama with biases at queries, keys and values (Qwen Team 2024)
 
 QWEN2_KEYS = omit_keys(LLAMA_KEYS, "attention_bias") | {
@@ -207,8 +209,7 @@ QWEN2_KEYS = omit_keys(LLAMA_KEYS, "attention_bias") | {
         max_position_embeddings=32_768, attention_dropout=0.0, layer_types=(None, list, None),
     ),
     **supported_values(mlp_bias=False, use_sliding_window=False),
-    "bos_token_id": COMMON_KEYS["bos_token_id"],
-    "eos_token_id": COMMON_KEYS["eos_token_id"],
+    **ANY_TOKEN_IDS,
     **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
 }  # fmt: skip
 QWEN2_BIASES = {"attention.bias": True, "attention.output_bias": False}
@@ -228,11 +229,7 @@ def write_qwen2(config: ModelConfig) -> Json:
     return omit_keys(write_llama(config), "attention_bias", "mlp_bias")
 
 
-def map_qwen2(config: ModelConfig) -> list[WeightMapping]:
-    return map_llama_style(config, map_attention(bias=True, output_bias=False))
-
-
-register_decoder("Qwen2", "qwen2", QWEN2_KEYS, read_qwen2, write_qwen2, map_qwen2, features=QWEN2_BIASES)
+register_decoder("Qwen2", "qwen2", QWEN2_KEYS, read_qwen2, write_qwen2, map_llama, features=QWEN2_BIASES)
 
 # Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025)
 
@@ -248,9 +245,4 @@ def write_qwen3(config: ModelConfig) -> Json:
     return omit_keys(write_llama(config), "mlp_bias")
 
 
-def map_qwen3(config: ModelConfig) -> list[WeightMapping]:
-    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    return map_llama_style(config, [*map_attention(bias=bias), *map_qk_norms()])
-
-
-register_decoder("Qwen3", "qwen3", QWEN3_KEYS, read_qwen3, write_qwen3, map_qwen3, features={"attention.qk_norm": True})
+register_decoder("Qwen3", "qwen3", QWEN3_KEYS, read_qwen3, write_qwen3, map_llama, features={"attention.qk_norm": True})

@@ -6,22 +6,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
+from megatfm.config import ModelConfig
 from megatfm.convert.architectures.llama import (
+    ANY_TOKEN_IDS,
     LLAMA_KEYS,
     LLAMA_MAPPING,
     MISTRAL_KEYS,
     ROTARY_BUFFERS,
     map_attention,
     map_llama_style,
-    map_qk_norms,
     read_llama,
     read_mistral,
     register_decoder,
     write_llama,
     write_mistral,
 )
-from megatfm.convert.hf_config import COMMON_KEYS, Json, alias, ignored, omit_keys, supported_values, used
+from megatfm.convert.hf_config import Json, alias, ignored, omit_keys, supported_values, used
 from megatfm.convert.hf_values import (
     find_window_width,
     make_layer_type_blocks,
@@ -39,12 +39,14 @@ from megatfm.convert.weight_mapping import (
     map_name,
     map_tensor,
     rename_linear,
-    rename_modules,
     require_dropless,
     require_top_k_router,
 )
 from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import CLAMP, SIGMOID_FACTOR
+
+EXPERT_NAMES = ExpertNames()
+ROUTER_LOSS_KEYS = ignored("output_router_logits", kinds=[bool]) | ignored("router_aux_loss_coef", kinds=[float])
 
 
 def _add_experts(dense: ModelConfig, hf_config: Json, **changes: object) -> ModelConfig:
@@ -61,14 +63,31 @@ def _add_experts(dense: ModelConfig, hf_config: Json, **changes: object) -> Mode
     return dense.with_changes({"ffn": experts, **changes})
 
 
+def _write_experts(config: ModelConfig) -> Json:
+    """Return the keys about experts that OLMoE and Qwen3 share. Raises UsageError for another router or capacities."""
+    router, experts = require_top_k_router(config), require_dropless(config)
+    return {
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": router.norm_topk_prob,
+    }
+
+
+def _map_moe(config: ModelConfig, *, names: ExpertNames = EXPERT_NAMES, fused: bool = False) -> list[WeightMapping]:
+    """Map a Llama with experts in all blocks. fused: all experts of a block in one tensor, which has no `names`."""
+    return map_llama_style(config, map_attention(config), map_experts(config, names, fused=fused))
+
+
+_map_fused_moe = partial(_map_moe, fused=True)
+
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 MIXTRAL_THETA = 1e6
 """Default of transformers for a config.json without a rotary base."""
 MIXTRAL_KEYS = MISTRAL_KEYS | {
     **used(rms_norm_eps=1e-5, sliding_window=(None, int, None), num_local_experts=8, num_experts_per_tok=2),
     **alias(num_experts="num_local_experts"),
-    **ignored("output_router_logits", kinds=[bool]),
-    **ignored("router_aux_loss_coef", "router_jitter_noise", kinds=[float]),
+    **ROUTER_LOSS_KEYS,
+    **ignored("router_jitter_noise", kinds=[float]),
 }
 
 
@@ -83,30 +102,23 @@ def _write_mixtral(config: ModelConfig) -> Json:
     return {**write_mistral(config), "num_local_experts": experts.n_experts, "num_experts_per_tok": experts.top_k}
 
 
-def _map_mixtral(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = map_attention(bias=bias)
-    return map_llama_style(config, attention, map_experts(config, MIXTRAL_NAMES, fused=fused))
-
-
 register_decoder(
-    "Mixtral", "mixtral", MIXTRAL_KEYS, _read_mixtral, _write_mixtral, _map_mixtral,
-    features={"ffn.name": "moe"}, map_fused_weights=partial(_map_mixtral, fused=True), ignored_tensors=ROTARY_BUFFERS,
+    "Mixtral", "mixtral", MIXTRAL_KEYS, _read_mixtral, _write_mixtral, partial(_map_moe, names=MIXTRAL_NAMES),
+    features={"ffn.name": "moe"}, map_fused_weights=_map_fused_moe, ignored_tensors=ROTARY_BUFFERS,
 )  # fmt: skip
 
 # OLMoE normalises queries and keys over all heads together.
 
 OLMOE_KEYS = LLAMA_KEYS | {
+    **ANY_TOKEN_IDS,
     **used(
         vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=16,
         max_position_embeddings=4096, rms_norm_eps=1e-5, attention_dropout=0.0, pad_token_id=(1, int, None),
         eos_token_id=(50279, int, list, None), num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
     ),
     **supported_values(clip_qkv=None, mlp_bias=False),
-    "bos_token_id": COMMON_KEYS["bos_token_id"],
     **alias(num_local_experts="num_experts"),
-    **ignored("output_router_logits", kinds=[bool]),
-    **ignored("router_aux_loss_coef", kinds=[float]),
+    **ROUTER_LOSS_KEYS,
 }  # fmt: skip
 
 
@@ -121,28 +133,12 @@ def _read_olmoe(hf_config: Json) -> ModelConfig:
 
 
 def _write_olmoe(config: ModelConfig) -> Json:
-    router, experts = require_top_k_router(config), require_dropless(config)
-    return {
-        **omit_keys(write_llama(config), "mlp_bias", "head_dim"),
-        "clip_qkv": None,
-        "num_experts": experts.n_experts,
-        "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": router.norm_topk_prob,
-    }
-
-
-def _map_olmoe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    bias = bool(getattr(config.attention, "bias", False))
-    attention = [
-        *map_attention(bias=bias),
-        *rename_modules({f"attn.w{part}_norm": f"self_attn.{part}_norm" for part in "qk"}),
-    ]
-    return map_llama_style(config, attention, map_experts(config, ExpertNames(), fused=fused))
+    return {**omit_keys(write_llama(config), "mlp_bias", "head_dim"), "clip_qkv": None, **_write_experts(config)}
 
 
 register_decoder(
-    "Olmoe", "olmoe", OLMOE_KEYS, _read_olmoe, _write_olmoe, _map_olmoe,
-    features={"ffn.name": "moe", "attention.qk_norm": "all_heads"}, map_fused_weights=partial(_map_olmoe, fused=True),
+    "Olmoe", "olmoe", OLMOE_KEYS, _read_olmoe, _write_olmoe, _map_moe,
+    features={"ffn.name": "moe", "attention.qk_norm": "all_heads"}, map_fused_weights=_map_fused_moe,
     ignored_tensors=ROTARY_BUFFERS,
 )  # fmt: skip
 
@@ -159,12 +155,10 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
         attention_bias=False, qkv_bias=False, use_qk_norm=True, mlp_bias=False, decoder_sparse_step=1,
         mlp_only_layers=([], None), shared_expert_intermediate_size=0, use_sliding_window=False,
     ),
-    "bos_token_id": COMMON_KEYS["bos_token_id"],
-    "eos_token_id": COMMON_KEYS["eos_token_id"],
+    **ANY_TOKEN_IDS,
     **alias(num_experts="num_local_experts"),
     **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
-    **ignored("output_router_logits", kinds=[bool]),
-    **ignored("router_aux_loss_coef", kinds=[float]),
+    **ROUTER_LOSS_KEYS,
 }  # fmt: skip
 
 
@@ -173,26 +167,18 @@ def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
 
 
 def _write_qwen3_moe(config: ModelConfig) -> Json:
-    router, experts = require_top_k_router(config), require_dropless(config)
     return {
         **omit_keys(write_llama(config), "mlp_bias"),
-        "moe_intermediate_size": experts.d_ff,
-        "num_experts": experts.n_experts,
-        "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": router.norm_topk_prob,
+        **_write_experts(config),
+        "moe_intermediate_size": config.ffn.d_ff,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
-def _map_qwen3_moe(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    attention = [*map_attention(), *map_qk_norms()]
-    return map_llama_style(config, attention, map_experts(config, ExpertNames(), fused=fused))
-
-
 register_decoder(
-    "Qwen3Moe", "qwen3_moe", QWEN3_MOE_KEYS, _read_qwen3_moe, _write_qwen3_moe, _map_qwen3_moe,
-    features={"ffn.name": "moe", "attention.qk_norm": True}, map_fused_weights=partial(_map_qwen3_moe, fused=True),
+    "Qwen3Moe", "qwen3_moe", QWEN3_MOE_KEYS, _read_qwen3_moe, _write_qwen3_moe, _map_moe,
+    features={"ffn.name": "moe", "attention.qk_norm": True}, map_fused_weights=_map_fused_moe,
 )  # fmt: skip
 
 # gpt-oss has attention sinks, alternating windows, and experts with biases and interleaved gates.
@@ -212,11 +198,9 @@ GPT_OSS_KEYS = LLAMA_KEYS | {
     ),
     **alias(num_experts="num_local_experts"),
     **supported_values(mlp_bias=False, swiglu_alpha=SIGMOID_FACTOR, swiglu_limit=CLAMP),
-    "bos_token_id": COMMON_KEYS["bos_token_id"],
-    "eos_token_id": COMMON_KEYS["eos_token_id"],
+    **ANY_TOKEN_IDS,
     **ignored("hidden_act"),  # experts always have the clamped SwiGLU
-    **ignored("output_router_logits", kinds=[bool]),
-    **ignored("router_aux_loss_coef", kinds=[float]),
+    **ROUTER_LOSS_KEYS,
     **ignored("experts_per_token", "initial_context_length"),
 }  # fmt: skip
 
@@ -266,8 +250,7 @@ def write_gpt_oss(config: ModelConfig) -> Json:
 
 
 def map_gpt_oss(config: ModelConfig) -> list[WeightMapping]:
-    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = [*map_attention(bias=bias), map_name("attn.core.sinks.weight", "self_attn.sinks")]
+    attention = [*map_attention(config), map_name("attn.core.sinks.weight", "self_attn.sinks")]
     experts = [
         *rename_linear("ffn.router", "mlp.router", bias=True),
         *(

@@ -5,8 +5,6 @@ Longformer's global tokens are an input in transformers, but part of the model h
 megatfm's key; without it, the first token is global, as in transformers' sequence classifiers.
 """
 
-from dataclasses import replace
-
 from megatfm.config import BigBirdPatternConfig, LongformerPatternConfig, ModelConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.bert import (
@@ -17,15 +15,15 @@ from megatfm.convert.architectures.bert import (
     SELF_ATTENTION,
     SENTENCE_HEAD,
     map_bert,
-    map_embeddings,
-    map_head,
+    map_roberta,
     read_encoder,
     read_roberta,
+    register_with_sentence_head,
     write_encoder,
     write_roberta,
 )
 from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
-from megatfm.convert.weight_mapping import WeightMapping, map_layers, rename_modules
+from megatfm.convert.weight_mapping import WeightMapping, rename_modules
 from megatfm.errors import UsageError
 
 BIG_BIRD_KEYS = ENCODER_KEYS | {
@@ -37,7 +35,7 @@ BIG_BIRD_KEYS = ENCODER_KEYS | {
 }  # fmt: skip
 
 
-def read_big_bird(hf_config: Json, **overrides: object) -> ModelConfig:
+def read_big_bird(hf_config: Json) -> ModelConfig:
     if hf_config["num_random_blocks"] < 1:
         raise UsageError(
             f"config.json: num_random_blocks = {hf_config['num_random_blocks']} does not run in transformers: 1 or "
@@ -48,11 +46,7 @@ def read_big_bird(hf_config: Json, **overrides: object) -> ModelConfig:
         "block_size": hf_config["block_size"],
         "n_random_blocks": hf_config["num_random_blocks"],
     }
-    return read_encoder(hf_config, **{"attention.pattern": pattern}, **overrides)
-
-
-def read_big_bird_pretraining(hf_config: Json) -> ModelConfig:
-    return read_big_bird(hf_config, **{"extra_heads.sentence.classes": 2})
+    return read_encoder(hf_config, **{"attention.pattern": pattern})
 
 
 def write_big_bird(config: ModelConfig) -> Json:
@@ -85,11 +79,7 @@ MASKED_BIG_BIRD = Architecture(
     fingerprint={"family": "encoder", "position.name": "learned", "attention.pattern.name": "bigbird"},
     notes=big_bird_notes,
 )
-register_architecture(
-    "BigBirdForPreTraining",
-    replace(MASKED_BIG_BIRD, config_from_hf=read_big_bird_pretraining, ignored_tensors=(POSITION_IDS,)),
-)
-register_architecture("BigBirdForMaskedLM", MASKED_BIG_BIRD, base="BigBirdModel")
+register_with_sentence_head("BigBird", MASKED_BIG_BIRD)
 
 GLOBAL_TOKENS_KEY = "megatfm_global_tokens"
 LONGFORMER_KEYS = ROBERTA_KEYS | {
@@ -132,12 +122,7 @@ def map_longformer(config: ModelConfig) -> list[WeightMapping]:
     global_projections = rename_modules(
         {f"attn.{name}_global": f"attention.self.{hf_name}_global" for name, hf_name in names.items()}, bias=True
     )
-    block = [*SELF_ATTENTION, *global_projections, *AFTER_ATTENTION]
-    return [
-        *map_embeddings("longformer.embeddings.", copies=["lm_head.decoder.weight"]),
-        *map_layers(config.n_layers, "encoder.layers.", "longformer.encoder.layer.", block),
-        *map_head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", copies=["lm_head.decoder.bias"]),
-    ]
+    return map_roberta(config, "longformer.", [*SELF_ATTENTION, *global_projections, *AFTER_ATTENTION])
 
 
 register_architecture(

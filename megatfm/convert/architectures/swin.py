@@ -29,7 +29,7 @@ from megatfm.convert.architectures.vision import (
     read_side,
     write_labels,
 )
-from megatfm.convert.architectures.vit import CLASSIFIER
+from megatfm.convert.architectures.vit import CLASSIFIER, NORMS_AND_FFN
 from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
 from megatfm.convert.hf_values import (
     activation_from_hf,
@@ -185,10 +185,7 @@ BLOCK = [
     *rename_linear("attn.wq", "attention.self.query", bias=True),
     *rename_linear("attn.wv", "attention.self.value", bias=True),
     *rename_linear("attn.wo", "attention.output.dense", bias=True),
-    *rename_linear("attn_residual.norm", "layernorm_before", bias=True),
-    *rename_linear("ffn_residual.norm", "layernorm_after", bias=True),
-    *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
-    *rename_linear("ffn.w_down", "output.dense", bias=True),
+    *NORMS_AND_FFN,
 ]
 BLOCK_V1 = [
     *BLOCK,

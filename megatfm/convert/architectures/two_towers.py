@@ -1,9 +1,11 @@
-"""CLIP and SigLIP: the image towers alone (CLIPVisionModel, SiglipVisionModel), and both towers.
+"""CLIP and SigLIP: the image towers alone (CLIPVisionModel, SiglipVisionModel), with a classifier
+(SiglipForImageClassification), and both towers.
 
 SigLIP's pooling head is not read alone; CLIP's last norm applies only to the class token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +20,12 @@ from megatfm.convert.architectures.vision import (
     VISION_KEYS,
     VisionNames,
     map_vision,
+    read_image_labels,
     read_vision,
+    write_labels,
     write_vision,
 )
+from megatfm.convert.architectures.vit import CLASSIFIER
 from megatfm.convert.hf_config import COMMON_KEYS, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.hf_values import PIXEL_KEYS, read_mapped
 from megatfm.convert.weight_mapping import (
@@ -31,6 +36,7 @@ from megatfm.convert.weight_mapping import (
     map_name,
     map_tensor,
     rename_linear,
+    rename_modules,
 )
 from megatfm.errors import UsageError
 
@@ -38,9 +44,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 TOWER_BLOCK = [
     *rename_linear("attn_residual.norm", "layer_norm1", bias=True),
-    *rename_linear("attn.wq", "self_attn.q_proj", bias=True),
-    *rename_linear("attn.wk", "self_attn.k_proj", bias=True),
-    *rename_linear("attn.wv", "self_attn.v_proj", bias=True),
+    *rename_modules({f"attn.w{part}": f"self_attn.{part}_proj" for part in "qkv"}, bias=True),
     *rename_linear("attn.wo", "self_attn.out_proj", bias=True),
     *rename_linear("ffn_residual.norm", "layer_norm2", bias=True),
     *MLP,
@@ -66,8 +70,8 @@ def read_tower(hf_config: Json, mean: Sequence[float], std: Sequence[float], **o
     return read_vision(hf_config, mean, std, **read_mapped(hf_config, TOWER_MAPPING), **options)
 
 
-def read_siglip(hf_config: Json) -> ModelConfig:
-    return read_tower(hf_config, HALF, HALF, **{"embedding.n_class_tokens": 0})
+def read_siglip(hf_config: Json, **options: Any) -> ModelConfig:
+    return read_tower(hf_config, HALF, HALF, **{"embedding.n_class_tokens": 0}, **options)
 
 
 def write_siglip(config: ModelConfig) -> Json:
@@ -155,6 +159,27 @@ PAIR_KEYS: dict[str, Key] = {
     ),
     **ignored("initializer_factor", "text_config_dict", "vision_config_dict"),
 }  # fmt: skip
+CLASSIFIER_KEYS = PAIR_KEYS | {
+    **ignored("text_config", "label2id"),
+    **used(id2label=(None, dict, None), num_labels=(None, int, None)),
+}
+
+
+def read_section(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str) -> Json:
+    """Return the resolved keys of the tower `name`, "vision" with the mean and standard deviation of pixels or "text".
+
+    keys: their declarations. Raises UsageError as `resolve_hf_config` does.
+    """
+    declared = {**COMMON_KEYS, **supported_values(model_type=(f"{model_type}_{name}_model", model_type)), **keys}
+    section = hf_config[f"{name}_config"] or {}
+    pixels = {key: hf_config[key] for key in PIXEL_KEYS if hf_config[key]} if name == "vision" else {}
+    return resolve_hf_config({**section, **pixels}, declared, f"{model_type} {name} tower")
+
+
+def nest_vision(vision: Json, model_type: str) -> Json:
+    """Return the section of a tower's keys, beside the mean and standard deviation of pixels."""
+    pixels = {key: vision.pop(key) for key in PIXEL_KEYS}
+    return {"vision_config": {"model_type": f"{model_type}_vision_model", **vision}, **pixels}
 
 
 def read_towers(
@@ -167,17 +192,10 @@ def read_towers(
 
     keys: declarations for vision and text. Raises UsageError if the towers differ in a key that megatfm has once.
     """
-    sections: list[Json] = []
-    for name, tower_keys in zip(("vision", "text"), keys, strict=True):
-        declared = {
-            **COMMON_KEYS,
-            **supported_values(model_type=(f"{model_type}_{name}_model", model_type)),
-            **tower_keys,
-        }
-        section = hf_config[f"{name}_config"] or {}
-        pixels = {key: hf_config[key] for key in PIXEL_KEYS if hf_config[key]} if name == "vision" else {}
-        sections.append(resolve_hf_config({**section, **pixels}, declared, f"{model_type} {name} tower"))
-    vision, text = sections
+    vision, text = (
+        read_section(hf_config, name, tower_keys, model_type)
+        for name, tower_keys in zip(("vision", "text"), keys, strict=True)
+    )
     for key in SHARED_KEYS:
         if vision[key] != text[key]:
             raise UsageError(
@@ -217,16 +235,10 @@ def write_towers(
 ) -> Json:
     """Return the sections of both towers in config.json, and mean and standard deviation of pixels."""
     vision = write_image(make_image_tower(config))
-    pixels = {key: vision.pop(key) for key in PIXEL_KEYS}
     sizes = {hf_key: getattr(text, key) for hf_key, key in TEXT_MAPPING.items()}
     shared = {key: vision[key] for key in SHARED_KEYS}
-    return {
-        "text_config": {
-            "model_type": f"{model_type}_text_model", **sizes, **shared, "vocab_size": config.vocab_size
-        },
-        "vision_config": {"model_type": f"{model_type}_vision_model", **vision},
-        **pixels,
-    }  # fmt: skip
+    text_section = {"model_type": f"{model_type}_text_model", **sizes, **shared, "vocab_size": config.vocab_size}
+    return {"text_config": text_section, **nest_vision(vision, model_type)}
 
 
 # CLIP
@@ -316,6 +328,17 @@ def map_siglip_model(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
+# A classifier of the mean of SigLIP's patches
+
+
+def read_siglip_classifier(hf_config: Json) -> ModelConfig:
+    return read_siglip(read_section(hf_config, "vision", SIGLIP_KEYS, "siglip"), **read_image_labels(hf_config, "mean"))
+
+
+def write_siglip_classifier(config: ModelConfig) -> Json:
+    return write_labels(config) | nest_vision(write_siglip(config), "siglip")
+
+
 POSITION_IDS = (r"\.position_ids$",)
 register_architecture(
     "CLIPModel",
@@ -339,5 +362,17 @@ register_architecture(
         map_siglip_model,
         ignored_tensors=POSITION_IDS,
         fingerprint={"family": "two_towers", "contrastive.loss": "sigmoid"},
+    ),
+)
+register_architecture(
+    "SiglipForImageClassification",
+    Architecture(
+        "siglip",
+        CLASSIFIER_KEYS,
+        read_siglip_classifier,
+        write_siglip_classifier,
+        partial(map_vision, replace(TOWER, head=CLASSIFIER)),
+        ignored_tensors=(*POSITION_IDS, r"^vision_model\.head\."),
+        fingerprint={"embedding.name": "patches", "embedding.n_class_tokens": 0, "extra_heads.classifier.pool": "mean"},
     ),
 )

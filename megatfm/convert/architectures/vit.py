@@ -34,13 +34,14 @@ HUB_ATTENTION = [
     *rename_linear("attn.wv", "attention.attention.value", bias=True),
     *rename_linear("attn.wo", "attention.output.dense", bias=True),
 ]
-VIT_BLOCK = [
-    *HUB_ATTENTION,
+NORMS_AND_FFN = [
     *rename_linear("attn_residual.norm", "layernorm_before", bias=True),
     *rename_linear("ffn_residual.norm", "layernorm_after", bias=True),
     *rename_linear("ffn.w_up", "intermediate.dense", bias=True),
     *rename_linear("ffn.w_down", "output.dense", bias=True),
 ]
+"""A block of ViT or Swin outside of attention."""
+VIT_BLOCK = [*HUB_ATTENTION, *NORMS_AND_FFN]
 CLASSIFIER = rename_linear("classifier.classifier", "classifier", bias=True)
 IN_MEMORY_NAMES = (
     (r"\.layers\.(\d+)\.", r".encoder.layer.\1."),

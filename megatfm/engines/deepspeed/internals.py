@@ -208,7 +208,7 @@ class FlatPartitions(Partitions):
         optimizer._release_preflattened_grad_buffers()
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
-            return
+        # Also with offloading: in 16 bits gradients are added up there, and DeepSpeed's own overflow path keeps them.
         for group in list(optimizer.averaged_gradients):
             optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
 

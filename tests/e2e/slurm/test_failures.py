@@ -78,7 +78,7 @@ def test_torchrun_starts_the_ranks_of_each_node(uninterrupted, by_torchrun):
 @pytest.mark.slow  # two nodes are above, and signals to torchrun's workers in unit/launchers/test_torchrun.py
 def test_a_stop_reaches_torchrun_s_ranks(uninterrupted, project):
     project.python = sys.executable  # a fork handles signals before its ranks run
-    slow = project.plant_fault("slow", "0.3")
+    slow = project.plant_fault("slow", "1.5")
     job = project.launch("--start", "torchrun", nodes=2)
     job.wait_for_step(7)
     project.cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)

@@ -24,6 +24,8 @@ def assert_same_run(run: Path, uninterrupted: Path) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
+SLOW = "1.5"
+"""Seconds of a step, of which some thirty leave SLURM's commands enough time on a busy machine."""
 NAMESPACES = "needs network namespaces: without them, what runs on a killed node lives on"
 
 # Three jobs that have to wait for SLURM's clock go ahead; the other tests run meanwhile, and theirs come last.
@@ -35,7 +37,7 @@ def bereft(new_project) -> Iterator[tuple[Job, str]]:
     project = new_project("spare")
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
-    project.plant_fault("slow-first", "0.5")
+    project.plant_fault("slow-first", SLOW)
     yield from without_a_node(project.launch(nodes=2))
 
 
@@ -52,7 +54,7 @@ def without_a_node(job: Job) -> Iterator[tuple[Job, str]]:
 def preempted(new_project) -> Job:
     """A job that has made room for another one."""
     project = new_project("preempted")
-    slow = project.plant_fault("slow", "0.3")
+    slow = project.plant_fault("slow", SLOW)
     job = project.launch("--partition", "low")
     job.wait_for_step(7)
     place = f"--nodelist={job.record()['NodeList']}"
@@ -69,7 +71,7 @@ def ahead(request, start_ahead) -> None:
 @pytest.mark.extended  # a requeue is below, and what `status` says of a held job in tests/unit/launchers/test_status.py
 def test_requeued_in_the_middle(alone, project):
     """And held, as SLURM holds a job that it could not start again: `status` says so, and the way out of it works."""
-    slow = project.plant_fault("slow", "0.3")
+    slow = project.plant_fault("slow", SLOW)
     job = project.launch()
     job.wait_for_step(7)
     project.cluster.slurm("scontrol", "requeuehold", job.number)
@@ -88,7 +90,7 @@ def resubmit_words(project: Project) -> list[object]:
 
 
 def test_a_cancelled_run_stays_cancelled_and_can_be_resumed(alone, project):
-    slow = project.plant_fault("slow", "0.5")
+    slow = project.plant_fault("slow", SLOW)
     job = project.launch()
     job.wait_for_step(7)
     assert re.search(rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
@@ -119,7 +121,8 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
 
 @pytest.mark.slow  # what `launch` says is above, and the lock in tests/e2e/test_resilience.py
 def test_a_second_job_of_a_run_is_refused(alone, project):
-    slow = project.plant_fault("slow", "3")  # the second may have to wait for nodes
+    slow = project.plant_fault("slow", "300")  # the second may have to wait for nodes
+    project.plant_fault("handover", "2")
     first = project.launch()
     first.wait_for_step(2)
     assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *resubmit_words(project), code=2)
@@ -139,7 +142,7 @@ def test_a_chain_resumes_after_a_stop_and_after_a_lost_node(alone, project):
     """Jobs may not be requeued here. The first is stopped as ahead of its time limit; the second loses its node, and
     srun leaves with 0 then: only the run itself knows that it is not done. The fourth is not needed."""
     (project.folder / "site.toml").write_text("requeue = false\n")
-    slow = project.plant_fault("slow", "0.3")
+    slow = project.plant_fault("slow", SLOW)
     links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 4, "--site", "site.toml")
     assert all(link.record()["Dependency"].startswith("afterany:") for link in links[1:])
     first, second, third, last = links
@@ -150,7 +153,8 @@ def test_a_chain_resumes_after_a_stop_and_after_a_lost_node(alone, project):
     (node,) = second.nodes
     project.cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     second.wait_until(lambda: second.state in ("NODE_FAIL", "FAILED"), timeout=60)
-    third.wait_for_step(15)
+    # What the second has on its node saves and ends before the third goes on.
+    third.wait_until(lambda: f'"job": "{third.number}"' in (third.run_dir / "lock").read_text())
     attempts = json.loads((third.run_dir / "restarts.json").read_text())
     assert [attempt["job"] for attempt in attempts] == [first.number, second.number, third.number]
     assert (attempts[0]["code"], attempts[2]["ended"]) == (75, None)
@@ -176,7 +180,7 @@ def test_a_run_without_a_spare_resumes_on_fewer_nodes(project, uninterrupted):
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
     project.cluster.wait_until_idle("n[7-8]")  # the node that `bereft` has lost stays down until the last test
-    project.plant_fault("slow-first", "0.5")
+    project.plant_fault("slow-first", SLOW)
     (project.folder / "site.toml").write_text('exclude = "n[1-6]"\n')
     for job, node in without_a_node(project.launch("--site", "site.toml", nodes="1-2")):
         assert job.finish(timeout=400)["Restarts"] == "1"

@@ -258,9 +258,9 @@ def test_a_corpus_stands_in_place_of_a_mixture_and_its_schedule(file: Path) -> N
 @pytest.mark.parametrize(("override", "line"), [
     ("steps=[{name='url_filter', fil='x'}]", "steps[0].fil: unknown key (did you mean 'file'?); known here: name, "),
     ("steps=[{file='x'}]", "steps[0]: a step needs a name: c4, "),
-    ("read.builtin=digits", "read: builtin = 'digits' are images: set read.format to 'images'"),
-    ("read.labels.by=table", "read.labels: by = 'table' without a table: set both by = 'table' and the table, or nei"),
-    ("read.labels.table=x.csv", "read.labels: by = 'cls' with table = '"),
+    ("read.builtin=digits", "read.builtin = 'digits' are images: set read.format to 'images'"),
+    ("read.labels.by=table", "read.labels.by = 'table' without a table: set both by = 'table' and the table, or nei"),
+    ("read.labels.table=x.csv", "read.labels.by = 'cls' with table = '"),
     ("read.labels={by='table', table='x.csv'}", "read.labels are those of images: set read.format = 'images', or"),
     ("read.format=tokens", "read.format = 'tokens': set tokenizer.file to the tokenizer of these ids"),
 ])  # fmt: skip

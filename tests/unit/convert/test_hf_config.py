@@ -70,8 +70,8 @@ WITHIN = (
     "mscale", "mscale_all_dim", "truncate", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor",
 )  # fmt: skip
 TWO_TOWERS = ("CLIPModel", "SiglipModel")
-WITH_SECTIONS = (*TWO_TOWERS, "LlavaForConditionalGeneration")
-"""Classes whose config.json has a section for each tower; tests/unit/convert/test_llava.py tries both."""
+WITH_SECTIONS = (*TWO_TOWERS, "SiglipForImageClassification", "LlavaForConditionalGeneration")
+"""Classes whose config.json has a section for each tower; tests/unit/convert/test_llava.py tries those of two."""
 MASKED_IMAGES = "ForMaskedImageModeling"
 """End of classes that read the keys of the image classifier of their type; tests/unit/convert/test_images.py tries
 encoder_stride."""

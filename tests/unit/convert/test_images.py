@@ -20,8 +20,10 @@ from megatfm import checkpoint
 from megatfm.commands.from_model import continue_from_config
 from megatfm.config import load_config
 from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
+from megatfm.convert.architecture import find_architecture
 from megatfm.convert.convert import convert, open_best_checkpoint, write_model
 from megatfm.convert.hf_checkpoint import HfFolder
+from megatfm.convert.starting_config import write_preprocessor
 from megatfm.errors import UsageError
 from megatfm.objectives import build_objective
 from megatfm.objectives.images import make_image_reader
@@ -41,6 +43,7 @@ from tests.support.hf_folders import (
     convert_there_and_back,
     copy_to_aligned_memory,
     edit_config,
+    load_complete,
     perturb_parameters,
 )
 from tests.support.images import draw_pixels, make_batch
@@ -98,6 +101,38 @@ def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
     expected = reference(pixel_values=((image / 255.0 - mean) / std)[None]).last_hidden_state
     hidden = megatfm.load(tmp_path / "ours")(**make_batch([image], 4, 1, [[0]])).hidden
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_classifier_of_siglip(tmp_path: Path) -> None:
+    """Sizes are in the section of the image encoder, whose pooling head no classifier reads."""
+    vision = {key: value for key, value in SMALL_VIT.items() if "label" not in key} | {"vision_use_head": True}
+    labels = {key: value for key, value in SMALL_VIT.items() if "label" in key}
+    kind = transformers.SiglipForImageClassification
+    expected = perturb_parameters(kind(kind.config_class(vision_config=vision, **labels)))
+    expected.save_pretrained(tmp_path / "theirs")
+    write_pixels(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    back = load_complete(kind, tmp_path / "back")
+    assert back.config.id2label == expected.config.id2label
+    image = draw_pixels(16, 16, seed=1)
+    mean, std = (torch.tensor(values)[:, None, None] for values in PIXELS.values())
+    pixels = ((image / 255.0 - mean) / std)[None]
+    logits = expected(pixel_values=pixels).logits
+    assert torch.equal(copy_to_aligned_memory(back)(pixel_values=pixels).logits, logits)
+    actual = megatfm.load(tmp_path / "ours")(**make_batch([image], 4, 0, [[0]])).predictions["classifier"]
+    torch.testing.assert_close(actual, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_quickstart_of_images_is_exported_for_gray_images(tmp_path: Path) -> None:
+    config = load_config("quickstart-vision")
+    name, _, hf_config = find_architecture(config.model)
+    assert name == "SiglipForImageClassification"
+    write_preprocessor(tmp_path, hf_config, config.data.images, None)
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    prepared = processor(images=Image.fromarray(pixels), return_tensors="np")["pixel_values"]
+    np.testing.assert_allclose(prepared[0, 0], (pixels / 255 - 0.5) / 0.5, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("change", [{"do_rescale": False}, {"rescale_factor": 0.5}, {"rescale_factor": "half"}])

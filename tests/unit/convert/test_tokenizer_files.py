@@ -246,6 +246,6 @@ def test_ids_rates_and_how_to_generate_travel(
     (expected / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="theirs: can't generate text, since megatfm can't open its tokenizer"):
         megatfm.load(expected).generate("import os")
-    assert build_prompts(loaded, "import os", PromptOptions(begin="bos")).tokens[0].tolist()[0] == loaded.tokenizer.bos
-    assert build_prompts(loaded, "import os", PromptOptions(begin="none")).tokens[0].tolist() == expected_ids[before:]
+    assert build_prompts(loaded, "import os", PromptOptions(bos="bos")).tokens[0].tolist()[0] == loaded.tokenizer.bos
+    assert build_prompts(loaded, "import os", PromptOptions(bos="none")).tokens[0].tolist() == expected_ids[before:]
     assert build_prompts(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

@@ -123,8 +123,26 @@ def test_check_counts_what_it_has_read(folder: Path) -> None:
 
 def test_show_gives_the_overview(folder: Path) -> None:
     text = describe_corpus(folder)
-    for fact in ("100", "(3.000 a token)", "a" * 64, '{"made by": "a test"}', Corpus.open(folder).fingerprint):
+    for fact in ("100", "(3.000 a token)", "a" * 64, "made: made by  a test", Corpus.open(folder).fingerprint):
         assert fact in text
+
+
+def test_show_says_how_a_corpus_was_made(folder: Path) -> None:
+    """A line for each section; classes and shares of tokens are described above."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    config = {"version": 5, "read": {"folder": "/ä", "exclude": []}, "steps": [{"name": "language"}]}
+    made = {"split": "train", "config": config, "holds": {"language": [1, [["en", 1, 1, 1]]]}, "input": {"b": None}}
+    manifest["provenance"] = made
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    lines = describe_corpus(folder).splitlines()
+    assert [line for line in lines if line.startswith(("made", "language"))] == [
+        "language              en 100.0 %",
+        'made: config.read     folder = "/ä", exclude = []',
+        'made: config.steps    [{"name": "language"}]',
+        "made: config.version  5",
+        "made: input           b = null",
+        "made: split           train",
+    ]
 
 
 def test_show_wraps_long_lines_at_the_width_of_a_terminal_or_of_a_file(
@@ -137,8 +155,8 @@ def test_show_wraps_long_lines_at_the_width_of_a_terminal_or_of_a_file(
     for width in (120, 80):
         lines = describe_corpus(folder).splitlines()
         assert all(len(line) <= width for line in lines if len(line.split()) > 2), "a path or a hash stays whole"
-        assert f"tokenizer    {'a' * 64}" in lines
-        assert lines[-1].startswith(" " * len("fingerprint  "))
+        assert f"tokenizer     {'a' * 64}" in lines
+        assert lines[-1].startswith(" " * len("made: config  "))
         sample = int(Corpus.open(folder).lengths().argmax())
         assert all(len(line) <= width for line in describe_corpus(folder, sample).splitlines()), "ids are wrapped, too"
         monkeypatch.setenv("COLUMNS", "80")

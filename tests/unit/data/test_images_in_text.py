@@ -127,8 +127,8 @@ def test_the_log_says_how_many_texts_lose_their_end(tmp_path: Path) -> None:
     assert note.startswith(f"{tmp_path}: 2 of 40 texts are truncated at data.target_length = 40,")
     notes = rows_of(write(tmp_path / "whole"), objective()).warnings
     assert not any("truncated" in note for note in notes)
-    assert any(note.endswith("its images don't fill such rows: choose other lengths (data.sequence_length, "
-                             "data.target_length)") for note in notes)  # fmt: skip
+    reason, keys = "images and texts don't fill their rows alike", "data.sequence_length, data.target_length"
+    assert any(note.endswith(f"{reason}: choose other lengths ({keys})") for note in notes)
 
 
 batches = partial(read_global_batches, global_batch=BATCH)

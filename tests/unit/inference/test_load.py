@@ -218,11 +218,12 @@ def test_wrong_requests_to_a_model_are_one_line(run: Path) -> None:
     for arguments, why in (
         ({"prompt": 5}, "prompt = 5 is not a string"),
         ({"max_tokens": 0}, "max_tokens = 0: choose"),
-        ({"beams": -1}, "beams = -1: choose"),
-        ({"begin": "eos"}, "begin = 'eos': choose one of auto, bos, none"),
+        ({"num_beams": -1}, "num_beams = -1: choose"),
+        ({"bos": "eos"}, "bos = 'eos': choose one of auto, bos, none"),
         ({"sentinel": "no"}, "sentinel = 'no': choose one of auto, always, never"),
-        ({"begin": "chat"}, "a chat needs a tokenizer.json, in which special tokens are spelled"),
-        ({"begin": "chat", "image": "a.png"}, "a chat prompt with an image is not supported"),
+        ({"chat": True}, "chat: needs a tokenizer.json, in which special tokens are spelled"),
+        ({"chat": True, "bos": "bos"}, "chat: the template decides what stands before the prompt"),
+        ({"chat": True, "image": "a.png"}, "a chat prompt with an image is not supported"),
         ({"image": "a.png"}, "family = 'decoder' reads no image beside a prompt"),
     ):
         with pytest.raises(UsageError, match=why):
@@ -317,7 +318,7 @@ def test_a_prompt_of_a_converted_model_is_tokenized_unchanged(
 
 
 @pytest.mark.parametrize(("config", "objective", "text", "options", "message"), [
-    (PAIRS, "causal", TEXT, {"begin": "bos"}, "begin = 'bos': an encoder-decoder's prompt is its encoder's"),
+    (PAIRS, "causal", TEXT, {"bos": "bos"}, "bos = 'bos': an encoder-decoder's prompt is its encoder's"),
     (PAIRS, "span_corruption", "a <extra_9>", {}, "<extra_9>: the tokenizer has 4 sentinels"),
     (SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked", TEXT, {}, "'encoder' makes no text"),
 ])  # fmt: skip

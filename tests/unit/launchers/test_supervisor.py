@@ -16,7 +16,8 @@ from megatfm.errors import MegatfmError
 from megatfm.launchers.supervisor import Child, _ChildGroup, supervise
 from tests.support.forked_commands import ForkedCommand, wait_until
 
-# A rank: `python rank.py FOLDER RANK BEHAVIOUR…`. It notes each signal that it gets.
+# A rank: `python rank.py FOLDER RANK BEHAVIOUR RANKS`. It notes each signal that it gets, and ends by itself only when
+# all ranks handle signals: on a busy machine, one may start seconds after another.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -30,6 +31,8 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, note)
 (folder / f"pid-{rank}.partial").write_text(str(os.getpid()))
 (folder / f"pid-{rank}.partial").rename(folder / f"pid-{rank}")
+while behaviour not in ("save", "hang") and len(list(folder.glob("pid-?"))) < int(sys.argv[4]):
+    time.sleep(0.01)
 if behaviour.startswith("exit"):
     print("some output", flush=True)
     print(f"rank {rank} says why", file=sys.stderr)
@@ -48,7 +51,7 @@ from pathlib import Path
 from megatfm.launchers import supervisor as module
 from tests.unit.launchers.test_supervisor import team
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv.pop(1)))
-module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 0.5
+module.SETTLE_SECONDS, module.GRACE_SECONDS = 0.3, 1.0 if "hang" in sys.argv else 30.0
 sys.exit(module.supervise(team(Path(sys.argv[1]), sys.argv[2:])))
 """
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,7 +64,7 @@ def team(folder: Path, behaviours: list[str]) -> list[Child]:
     return [
         Child(
             f"rank {rank}",
-            [sys.executable, str(program), str(folder), str(rank), behaviour],
+            [sys.executable, str(program), str(folder), str(rank), behaviour, str(len(behaviours))],
             log=folder / "logs" / f"rank-{rank}.log" if rank else None,
         )
         for rank, behaviour in enumerate(behaviours)
@@ -92,13 +95,18 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-def is_running(folder: Path, rank: int) -> bool:
-    """A zombie has ended already: nobody in a container may ever reap it."""
+def process_state(folder: Path, rank: int) -> str:
+    """The kernel's letter for a rank's state, of which T is stopped; Z, a zombie's, for one that has ended, too."""
     try:
         stat = Path(f"/proc/{(folder / f'pid-{rank}').read_text()}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+        return "Z"
+    return stat.rsplit(")", 1)[1].split()[0]
+
+
+def is_running(folder: Path, rank: int) -> bool:
+    """A zombie has ended already: nobody in a container may ever reap it."""
+    return process_state(folder, rank) != "Z"
 
 
 def signals(folder: Path, rank: int) -> list[str]:
@@ -172,6 +180,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Launch) -
 def test_others_end_for_the_rank_that_is_stopped(tmp_path: Path, launch: Launch) -> None:
     launcher = launch("save", "hang", "abort-later")
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGSTOP)
+    wait_until(lambda: process_state(tmp_path, 1) == "T")
     (tmp_path / "now").touch()
     assert launcher.wait(30) == 1
     reason = "stopped by a signal, and never continued"

@@ -67,6 +67,31 @@ SPANS = {0: [(2, 4), (6, 6), (9, 10)], 1: [(1, 1), (3, 7)]}
 """Row → first and last token of each masked span; the boundaries are the tokens beside them."""
 
 
+@pytest.mark.parametrize(("head", "targets"), [
+    ("text_classifier", "sentence_targets"), ("multiple_choice", "choice_targets"), ("span_extraction", "answer_marks"),
+])  # fmt: skip
+def test_dropout_of_a_head_without_random_keys_is_refused(head: str, targets: str) -> None:
+    model = build_encoder(extra_heads={"sentence": {"name": head, "dropout": 0.5}}).train()
+    first, zeros = (torch.arange(T) == 0).expand(2, T), torch.zeros(2, T, dtype=torch.int64)
+    batch = {"tokens": zeros, targets: zeros.where(first, -100), "examples": zeros.where(first, -1)}
+    batch |= {"parts": zeros} if head == "multiple_choice" else {}
+    with pytest.raises(UsageError, match=r"^dropout before the classifier in training needs random keys.*pass keys"):
+        model(**batch)
+    model(**batch, keys=torch.tensor([3, 4]))
+    model.eval()(**batch)
+
+
+@pytest.mark.parametrize(("head", "targets", "missing"), [
+    ({"name": "text_classifier", "both_orders": True}, "sentence_targets", "parts"),
+    ({"name": "multiple_choice"}, "choice_targets", "parts"), ({"name": "span_extraction"}, "answer_marks", "examples"),
+], ids=["both orders", "choices", "spans"])  # fmt: skip
+def test_targets_without_the_fields_beside_them_are_refused(head: dict[str, Any], targets: str, missing: str) -> None:
+    model, zeros = build_encoder(extra_heads={"sentence": head}).eval(), torch.zeros(2, T, dtype=torch.int64)
+    fields = {} if missing == "examples" else {"examples": zeros}
+    with pytest.raises(TypeError, match=f"come with the field '{missing}', and the batch has none: give it, too"):
+        model(tokens=zeros, **{targets: zeros}, **fields)
+
+
 def test_spans_from_their_boundaries() -> None:
     """Joshi et al. 2020, section 2.2: h = LN(GELU(W₂ LN(GELU(W₁ [x_{s−1}; x_{e+1}; p_{i−s+1}])))), then the table."""
     model = build_encoder(extra_heads={"boundary": {}})

@@ -152,6 +152,7 @@ def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
         client.heartbeat(1, "start", age=0.5)
         wait_until(lambda rank=rank: is_relayed(rank, 1))  # type: ignore[misc]
     ranks[2].heartbeat(1, "start", age=0.5)
+    wait_until(lambda: 2 in relay._heartbeats)
     time.sleep(0.6)
     ranks[3].heartbeat(1, "step", age=0.5)
     wait_until(lambda: is_relayed(2, 2) and is_relayed(3, 2))

@@ -30,7 +30,7 @@ from megatfm.train.resilience import (
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.expert_parity import EXPERT_MODELS
-from tests.support.forked_commands import ForkedCommand
+from tests.support.forked_commands import ForkedCommand, send_signal
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
 from tests.support.workers import Workers
@@ -120,7 +120,7 @@ def test_a_second_interrupt_ends_a_main_thread_that_is_stuck_in_c(tmp_path: Path
     stuck = ForkedCommand([], tmp_path / "output", program=str(program))
     try:
         stuck.wait_for_lines(stuck.output_path, 1)
-        os.kill(stuck.pid, signal.SIGINT)
+        send_signal(stuck.pid, signal.SIGINT)
         stuck.process.join(0.5)
         assert stuck.process.is_alive()
         os.kill(stuck.pid, signal.SIGINT)

