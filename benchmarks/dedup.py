@@ -241,7 +241,7 @@ def _count_marked(
     files = [folder / f"rows.{part}" for part in range(parts)]
     rows = KeyTable(files, dtype, columns, [total // parts] * parts)
     index = DedupContext(folder, memory, run)
-    marks = index.open_marks(len(rows), find(rows, index)["each"])
+    marks = index.open_marks(len(rows), find(rows, index)["marks_per_file"])
     step = 2**20
     return sum(int(marks.read(at, min(at + step, len(rows))).sum()) for at in range(0, len(rows), step))
 
