@@ -174,7 +174,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("parallel.tp=4", "parallel.tp = 4 does not divide model.attention.n_heads = 2: the nearest tp that fits is 2"),
     ("parallel.ep=2", "parallel.ep = 2, but the model has no experts to divide: set parallel.ep = 1, or"),
     ("parallel.virtual_stages=2", "parallel.virtual_stages = 2: pp_schedule = '1f1b' has 1 on each rank: leave i"),
-    ('parallel.pp_split_points=["head"]', "parallel: pp_split_points are for pipeline stages, and pp = 1: leave t"),
+    ('parallel.pp_split_points=["head"]', "parallel.pp_split_points are for pipeline stages, and pp = 1: leave t"),
     ("parallel.dp_shard=0", "parallel.dp_shard = 0: choose -1 (all ranks that are left) or a positive number"),
 ])  # fmt: skip
 def test_a_wrong_value(load: Callable[..., Config], file: Path, override: str, line: str) -> None:
