@@ -165,7 +165,7 @@ CLASSIFIER_KEYS = PAIR_KEYS | {
 }
 
 
-def read_section(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str) -> Json:
+def read_tower_section(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str) -> Json:
     """Return the resolved keys of the tower `name`, "vision" with the mean and standard deviation of pixels or "text".
 
     keys: their declarations. Raises UsageError as `resolve_hf_config` does.
@@ -193,7 +193,7 @@ def read_towers(
     keys: declarations for vision and text. Raises UsageError if the towers differ in a key that megatfm has once.
     """
     vision, text = (
-        read_section(hf_config, name, tower_keys, model_type)
+        read_tower_section(hf_config, name, tower_keys, model_type)
         for name, tower_keys in zip(("vision", "text"), keys, strict=True)
     )
     for key in SHARED_KEYS:
@@ -332,7 +332,9 @@ def map_siglip_model(config: ModelConfig) -> list[WeightMapping]:
 
 
 def read_siglip_classifier(hf_config: Json) -> ModelConfig:
-    return read_siglip(read_section(hf_config, "vision", SIGLIP_KEYS, "siglip"), **read_image_labels(hf_config, "mean"))
+    return read_siglip(
+        read_tower_section(hf_config, "vision", SIGLIP_KEYS, "siglip"), **read_image_labels(hf_config, "mean")
+    )
 
 
 def write_siglip_classifier(config: ModelConfig) -> Json:
