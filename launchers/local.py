@@ -138,7 +138,7 @@ class ForegroundLauncher:
                 print_to_stderr(f"megatfm: no progress: {limit_reason}")
                 attempt_log.end(replace(ended_attempt, code=NO_PROGRESS, reason=limit_reason))
                 return NO_PROGRESS
-            print_to_stderr("megatfm: restarting from the newest checkpoint")
+            print_to_stderr(f"megatfm: restarting; the newest checkpoint is of step {ended_attempt.step}")
 
 
 class LocalLauncher(ForegroundLauncher):

@@ -247,7 +247,9 @@ class _ChildGroup:
         except OSError as error:
             return f"{message}; {log} can't be read: {error.strerror}"
         lines = text.splitlines()[-TAIL_LINES:]
-        if lines and lines[-1].startswith("error: "):  # it says why: the traceback above it is for the log
+        if not lines:
+            return f"{message}, before it wrote anything to {log}"
+        if lines[-1].startswith("error: "):  # it says why: the traceback above it is for the log
             lines = lines[-1:]
         return "\n".join([f"{message}; the end of {log}:", *(f"  {line}" for line in lines)])
 

@@ -199,7 +199,6 @@ def _measure_bf16_speed(device: str) -> float:
     """Measure how many times faster a matmul is in bfloat16 than in float32."""
     import torch
 
-    from megatfm.tracking.utilization import time_matmul
+    from megatfm.tracking.utilization import measure_bf16_speedup
 
-    torch_device = torch.device(device)
-    return time_matmul(torch.float32, torch_device) / time_matmul(torch.bfloat16, torch_device)
+    return measure_bf16_speedup(torch.device(device))

@@ -103,6 +103,13 @@ class TaskHead(nn.Module):
         return pooled_MD
 
 
+def _require_field(field_BT: Tensor | None, name: str) -> Tensor:
+    """Return a field that a head reads beside its targets. Raises TypeError for a batch without it."""
+    if field_BT is None:
+        raise TypeError(f"the targets of a head come with the field {name!r}, and the batch has none: give it, too")
+    return field_BT
+
+
 @HEADS.register("text_classifier")
 class TextClassifier(TaskHead):
     """Logits of one token of each row [B, C] or of all [B, T, C], or, given targets, the summed loss of all labels.
@@ -148,8 +155,7 @@ class TextClassifier(TaskHead):
         if self.row_scores is None:
             logits_MC = self.classifier(pooled_MD)
         else:
-            assert examples is not None
-            assert parts is not None
+            examples, parts = _require_field(examples, "examples"), _require_field(parts, "parts")
             scores_MC = F.linear(pooled_MD, self.classifier.compute_matrix())
             scores_BTC = scores_MC.new_zeros(*examples.shape, scores_MC.shape[-1])
             scores_BTC = scores_BTC.index_put((rows_M, columns_M), scores_MC)
@@ -206,8 +212,7 @@ class MultipleChoiceHead(TaskHead):
     ) -> Tensor:
         if targets is None:
             return self.classifier(self.pool(hidden_BTD[:, self.token]))
-        assert examples is not None
-        assert parts is not None
+        examples, parts = _require_field(examples, "examples"), _require_field(parts, "parts")
         rows_N, columns_N = find_true_indices(to_host(examples) >= 0, hidden_BTD.device)
         scores_N1 = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
         scores_BT1 = scores_N1.new_zeros(*examples.shape, 1).index_put((rows_N, columns_N), scores_N1)
@@ -264,7 +269,7 @@ class SpanExtractionHead(TaskHead):
             return self.classifier(self.pool(hidden_BTD))
         if sequence is None:
             raise MegatfmError("the head 'span_extraction' needs the sequence: a family passes it to Model.output")
-        assert examples is not None
+        examples = _require_field(examples, "examples")
         row_B, column_T = (torch.arange(n, device=marks.device) for n in marks.shape)
         rows_N, columns_N = torch.cartesian_prod(row_B, column_T).unbind(1)
         scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))

@@ -38,7 +38,9 @@ BOUNDS: Mapping[str, Bounds] = {
 """Pattern of metrics → their least and largest possible value; None where there is none."""
 LOSS_UNITS = {
     "image_classification": "nats per image",
-    "text_classification": "mean over labelled examples",
+    **dict.fromkeys(("text_classification", "multiple_choice", "span_extraction"), "mean over labelled examples"),
+    "preference": "nats per pair",
+    "contrastive": "mean over pairs",
     "masked_image": "mean squared error of masked pixels",
     "simmim": "mean absolute error of masked pixels",
 }

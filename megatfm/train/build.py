@@ -22,7 +22,7 @@ from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.pipeline_stages import Pipeline, prune_to_stages, split_into_stages
 from megatfm.registry import did_you_mean
-from megatfm.tracking.utilization import time_matmul
+from megatfm.tracking.utilization import measure_bf16_speedup
 
 ASYNC_TP = "async tp  all-gathers and reduce-scatters over tp are split and overlap with matmuls\n"
 """Line that is added to the layout table."""
@@ -148,4 +148,4 @@ def is_bf16_faster(device: torch.device) -> bool:
     time of a small matmul."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return time_matmul(torch.bfloat16, device) < time_matmul(torch.float32, device)
+    return measure_bf16_speedup(device) > 1

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ParallelConfig
 from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss
@@ -42,6 +40,7 @@ from tests.support.parity import (
     one_device_reference,
     uneven_microbatches,
 )
+from tests.support.tensors import OperatorRecorder
 from tests.support.workers import Workers
 
 RECOMPUTED_LAYOUTS = ("cp3", "tp3", "pp3", "zero3 on 3")
@@ -189,18 +188,6 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(workers: Workers) -> None
             assert terms == expected
 
 
-class LargestOutput(TorchDispatchMode):
-    """Records the largest tensor that an operation allocates, in bytes."""
-
-    n_bytes = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = operator(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(outputs) if isinstance(x, Tensor)]
-        self.n_bytes = max(self.n_bytes, *sizes, 0)
-        return outputs
-
-
 PAIRS, FEATURE_WIDTH, CHUNK = 48, 40, 16
 """Pairs of each rank; a chunk of logits is smaller than a block of features, which is smaller than all logits."""
 
@@ -217,12 +204,12 @@ def measure_loss_memory(kind: Any) -> tuple[int, int]:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with LargestOutput() as largest:
+    with OperatorRecorder(lambda _, __, outputs: [x.untyped_storage().nbytes() for x in outputs]) as sizes:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             loss = contrastive_loss(images, texts, scale, bias, LossOptions(kind, ring, CHUNK))
         loss.backward()
         compute_retrieval_ranks(images, texts, torch.arange(PAIRS), ring, CHUNK)
-    return largest.n_bytes, sum(storages.values())
+    return max(sizes.records), sum(storages.values())
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])

@@ -51,11 +51,12 @@ for name in MODULES:
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # a pool of threads would be missing in forks
-time_matmul = functools.cache(sys.modules["megatfm.tracking.utilization"].time_matmul)
-for name in ("build", "startup_checks"):
-    sys.modules[f"megatfm.train.{name}"].time_matmul = time_matmul  # type: ignore[attr-defined]
+utilization = sys.modules["megatfm.tracking.utilization"]
+for name, function in (("build", "measure_bf16_speedup"), ("startup_checks", "time_matmul")):
+    setattr(sys.modules[f"megatfm.train.{name}"], function, functools.cache(getattr(utilization, function)))
 sys.modules["megatfm.train.build"].is_bf16_faster(torch.device("cpu"))
-sys.modules["megatfm.tracking.utilization"].MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
+sys.modules["megatfm.train.startup_checks"].time_matmul(torch.float32, torch.device("cpu"))
+utilization.MATMUL_SECONDS = 0.0  # type: ignore[attr-defined]
 # torchrun's rendezvous names its callers at each event by inspect.stack, which looks among all modules for the source
 # of each frame: half a second of CPU here. On a busy machine, agents that did so lost one another.
 for name in ("events", "rendezvous.dynamic_rendezvous"):

@@ -1,6 +1,6 @@
 """Drawn and misaligned tensors, comparisons of values and gradients, NaN in unwritten memory, operators counted."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,23 @@ def assert_aligned_inputs() -> Iterator[MisalignedInputs]:
         yield kernels
     assert kernels.seen
     assert not kernels.wrong, sorted(kernels.wrong)
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Context that keeps in `records` all that `describe(operator, inputs, outputs)` gives for torch's operators.
+
+    inputs, outputs: the tensors among an operator's arguments and results.
+    """
+
+    def __init__(self, describe: Callable[[Any, list[Tensor], list[Tensor]], Iterable[Any]]) -> None:
+        super().__init__()
+        self.describe, self.records = describe, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
+        self.records += self.describe(func, inputs, outputs)
+        return result
 
 
 class OperatorCounter(TorchDispatchMode):

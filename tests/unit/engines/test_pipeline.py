@@ -12,7 +12,6 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines import activation_checkpointing
@@ -34,6 +33,7 @@ from tests.support.parity import (
     one_device_gradients,
     uneven_microbatches,
 )
+from tests.support.tensors import OperatorCounter, OperatorRecorder
 from tests.support.workers import Workers
 
 
@@ -219,15 +219,7 @@ def test_compiled_blocks_are_recomputed(workers: Workers) -> None:
     workers.run(compiled, 1, timeout=200)
 
 
-class Products(TorchDispatchMode):
-    """Counts the weights' products of a backward pass, and all operations."""
-
-    counted = everything = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.everything += 1
-        self.counted += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
+WEIGHT_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def kept_and_repeated(how: str) -> tuple[int, int, int]:
@@ -242,9 +234,9 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
 
     forward()  # a budget measures in the first
     loss, saved_bytes = activation_checkpointing.measure_saved_bytes(model, forward)
-    with Products() as products:
+    with OperatorRecorder(lambda operator, *_: [operator]) as operators:
         loss.backward()
-    return saved_bytes, products.counted, products.everything
+    return saved_bytes, sum(map(operators.records.count, WEIGHT_PRODUCTS)), len(operators.records)
 
 
 def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
@@ -257,18 +249,9 @@ def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
     assert full < plain / 3
 
 
-class SavedProducts(TorchDispatchMode):
-    """Storages of the weights' products of a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default:
-            self.storages.append(StorageWeakRef(output.untyped_storage()))
-        return output
+def refer_to_product(operator: Any, _: object, outputs: list[Tensor]) -> list[StorageWeakRef]:
+    """The storage of a weight's product."""
+    return [StorageWeakRef(x.untyped_storage()) for x in outputs if operator is torch.ops.aten.mm.default]
 
 
 def count_products(sequence_parallel: bool, how: str) -> tuple[set[int], int, dict[str, float]]:
@@ -283,17 +266,17 @@ def count_products(sequence_parallel: bool, how: str) -> tuple[set[int], int, di
     def forward(*args: Any, **kwargs: Any) -> Any:
         if counts:  # the first micro-batch shows it
             return original(*args, **kwargs)
-        with SavedProducts() as saved:
+        with OperatorRecorder(refer_to_product) as products:
             output = original(*args, **kwargs)
         gc.collect()
-        counts.add(sum(not storage.expired() for storage in saved.storages))
+        counts.add(sum(not storage.expired() for storage in products.records))
         return output
 
     block.forward = forward
     micro_batches = microbatches(engine, batch)
-    with Products() as products:
+    with OperatorCounter(WEIGHT_PRODUCTS) as products:
         engine.forward_backward(micro_batches, CAUSAL)
-    return counts, products.counted, gradient_errors(engine, expected)
+    return counts, products.count, gradient_errors(engine, expected)
 
 
 @pytest.mark.parametrize("sequence_parallel", extend([True, False], kept=[True]))
@@ -339,9 +322,9 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
         stage(x)  # measures
         _, saved_bytes = activation_checkpointing.measure_saved_bytes(stage, partial(stage, x))
         assert saved_bytes < 500_000, "two of the small ones fit, and none of the wide"
-        with Products() as products:
+        with OperatorCounter(WEIGHT_PRODUCTS) as products:
             stage(x).sum().backward()
-        assert products.counted == 4 * 2 + 4 * 4 + 2, "both passes, and the first product of each wide block again"
+        assert products.count == 4 * 2 + 4 * 4 + 2, "both passes, and the first product of each wide block again"
 
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from megatfm.config import load_config
 from megatfm.describe.activation_memory import replace_grouped_matmul
@@ -27,6 +27,7 @@ from megatfm.estimate.roofline import (
 from megatfm.estimate.stand_ins import ROWS, GroupedMatmulStandIn
 from megatfm.ops.moe import KERNELS
 from tests.support.forked_commands import run_command
+from tests.support.tensors import OperatorRecorder
 
 PROCESSORS = 6
 LAUNCH = 1e-6
@@ -146,22 +147,15 @@ def test_the_loss_reads_its_logits_twice_and_writes_them_once(tp: int) -> None:
     assert moved == 2 * 64 * (3 * 1024 // tp * 2 + (tp > 1) * 2 * 3 * 4)
 
 
-class GroupedShapes(TorchDispatchMode):
-    """Notes groups, m, n and k of torch's grouped products; a reduction over rows has a group's share of them as k."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dims: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func._schema.name == "aten::_grouped_mm":
-            left, right = args[0].shape, args[1].shape
-            groups = max(left[:-2] + right[:-2] + out.shape[:-2])
-            over_rows = len(left) == len(right) == 2
-            m = left[-2] if over_rows else left[-2] // groups
-            self.dims.append((groups, m, right[-1], left[-1] // groups if over_rows else left[-1]))
-        return out
+def describe_grouped_product(operator: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[tuple[int, ...]]:
+    """Groups, m, n and k of torch's grouped product; a reduction over rows has a group's share of them as k."""
+    if operator._schema.name != "aten::_grouped_mm":
+        return []
+    left, right, output = inputs[0].shape, inputs[1].shape, outputs[0].shape
+    groups = max(left[:-2] + right[:-2] + output[:-2])
+    over_rows = len(left) == len(right) == 2
+    m = left[-2] if over_rows else left[-2] // groups
+    return [(groups, m, right[-1], left[-1] // groups if over_rows else left[-1])]
 
 
 def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
@@ -169,7 +163,7 @@ def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
     x = torch.zeros(groups * rows, inner, requires_grad=True)
     weight = torch.zeros(groups, outer, inner, requires_grad=True)
     ends = rows * torch.arange(1, groups + 1, dtype=torch.int32)
-    with GroupedShapes() as executed:
+    with OperatorRecorder(describe_grouped_product) as executed:
         KERNELS["grouped"](x, weight, ends).square().sum().backward()
     noted: list[tuple[int, ...]] = []
 
@@ -179,7 +173,7 @@ def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
     with replace_grouped_matmul(partial(GroupedMatmulStandIn.apply, note)):
         KERNELS["grouped"](x, weight, ends).square().sum().backward()
     assert len(noted) == 3
-    assert sorted(noted) == sorted(executed.dims)
+    assert sorted(noted) == sorted(executed.records)
 
 
 @pytest.mark.parametrize("factor", [2, 4])

@@ -149,6 +149,16 @@ def test_a_rank_whose_log_is_gone_is_still_named(tmp_path: Path, capfd: pytest.C
     )
 
 
+def test_a_rank_that_died_before_it_wrote_has_no_end_of_a_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "rank-0.log"
+    assert supervise([Child("rank 0", ["sh", "-c", "kill -KILL $$"], log=log)]) == 1
+    assert capfd.readouterr().err == (
+        f"megatfm: rank 0 failed first (killed by SIGKILL), before it wrote anything to {log}\n"
+    )
+
+
 def test_an_error_that_says_why_stands_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "rank-0.log"
     program = "print('Traceback:\\n  File x\\nerror: step 3: why', flush=True); raise SystemExit(1)"

@@ -81,6 +81,17 @@ def test_dropout_of_a_head_without_random_keys_is_refused(head: str, targets: st
     model.eval()(**batch)
 
 
+@pytest.mark.parametrize(("head", "targets", "missing"), [
+    ({"name": "text_classifier", "both_orders": True}, "sentence_targets", "parts"),
+    ({"name": "multiple_choice"}, "choice_targets", "parts"), ({"name": "span_extraction"}, "answer_marks", "examples"),
+], ids=["both orders", "choices", "spans"])  # fmt: skip
+def test_targets_without_the_fields_beside_them_are_refused(head: dict[str, Any], targets: str, missing: str) -> None:
+    model, zeros = build_encoder(extra_heads={"sentence": head}).eval(), torch.zeros(2, T, dtype=torch.int64)
+    fields = {} if missing == "examples" else {"examples": zeros}
+    with pytest.raises(TypeError, match=f"come with the field '{missing}', and the batch has none: give it, too"):
+        model(tokens=zeros, **{targets: zeros}, **fields)
+
+
 def test_spans_from_their_boundaries() -> None:
     """Joshi et al. 2020, section 2.2: h = LN(GELU(W₂ LN(GELU(W₁ [x_{s−1}; x_{e+1}; p_{i−s+1}])))), then the table."""
     model = build_encoder(extra_heads={"boundary": {}})

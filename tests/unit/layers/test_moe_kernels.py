@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatfm.engines.activation_checkpointing import recompute
 from megatfm.layers.moe import experts
@@ -18,6 +16,7 @@ from megatfm.layers.moe.experts import expert_capacity, find_within_capacity, so
 from megatfm.ops import moe, transfer
 from megatfm.ops.moe import choose_grouped_kernel, grouped_linear, looped_linear
 from tests.support.models import B, D, E, T, build_moe, moe_inputs, moe_sequence
+from tests.support.tensors import OperatorRecorder
 
 
 @pytest.mark.parametrize("padding", [(slice(1, 2), slice(3, None)), (slice(None), slice(None))], ids=["some", "all"])
@@ -46,44 +45,23 @@ def test_rows_beyond_the_last_expert_reach_nothing(
         torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
 
 
-class UnorderedAdds(TorchDispatchMode):
-    """Notes what adds numbers to one place in an order that GPUs choose anew each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2].rstrip("_")
-        if name == "index_add" and args[0].is_floating_point():
-            self.operators += [name] * (len(args[2].unique()) < args[2].numel())
-        return func(*args, **(kwargs or {}))
+def find_unordered_adds(operator: Any, inputs: list[Tensor], _: object) -> list[str]:
+    """Operators that add numbers to one place in an order that GPUs choose anew each time."""
+    name = operator._schema.name.partition("::")[2].rstrip("_")
+    if name != "index_add" or not inputs[0].is_floating_point():
+        return []
+    return [name] * (len(inputs[1].unique()) < inputs[1].numel())
 
 
 def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = build_moe(top_k=3), moe_inputs()
-    with UnorderedAdds() as on_the_host:
+    with OperatorRecorder(find_unordered_adds) as on_the_host:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
     monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-    with UnorderedAdds() as on_a_gpu:
+    with OperatorRecorder(find_unordered_adds) as on_a_gpu:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
-    assert on_the_host.operators
-    assert not on_a_gpu.operators
-
-
-class Passes(TorchDispatchMode):
-    """Counts reads and writes of matrices of `size` elements, but views and new memory."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.n_passes = size, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if not func.is_view and "empty" not in func._schema.name and func._schema.name != "aten::detach":
-            tensors = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
-            self.n_passes += sum(x.dim() > 1 and x.numel() == self.size for x in tensors)
-        return output
+    assert on_the_host.records
+    assert not on_a_gpu.records
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -99,25 +77,21 @@ def test_on_a_gpu_each_row_of_an_expert_is_read_and_written_once(padded: bool, m
     x = torch.randn(tokens, D, dtype=torch.float64, generator=generator).requires_grad_()
     weights = torch.rand(len(choices), dtype=torch.float64, generator=generator).requires_grad_()
     direction = torch.randn(tokens, D, dtype=torch.float64, generator=generator)
-    with Passes(len(choices) * D) as passes:
+
+    def find_passes(operator: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
+        """Operators, once for each matrix of all rows they read or write, but for views and new memory."""
+        name = operator._schema.name
+        if operator.is_view or "empty" in name or name == "aten::detach":
+            return []
+        return [name for x in inputs + outputs if x.dim() > 1 and x.numel() == len(choices) * D]
+
+    with OperatorRecorder(find_passes) as passes:
         y = rows.combine(rows.dispatch(x), weights)
         actual = y, *torch.autograd.grad(y, [x, weights], direction)
-    assert passes.n_passes == 2 + 3
+    assert len(passes.records) == 2 + 3
     sums = (weights * (choices < n_experts)).view(tokens, top_k, 1).expand(-1, -1, D).sum(1) * x
     for result, expected in zip(actual, (sums, *torch.autograd.grad(sums, [x, weights], direction)), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
-
-
-class Names(TorchDispatchMode):
-    """Notes the names of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.add(func._schema.name.partition("::")[2])
-        return func(*args, **(kwargs or {}))
 
 
 def test_rows_are_put_in_order_by_reads_alone_in_both_passes() -> None:
@@ -125,12 +99,12 @@ def test_rows_are_put_in_order_by_reads_alone_in_both_passes() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(9, 4, generator=generator).requires_grad_()
     order = torch.randperm(9, generator=generator)
-    with Names() as names:
+    with OperatorRecorder(lambda operator, *_: [operator._schema.name.partition("::")[2]]) as names:
         ordered = moe.permute_rows(rows, order, order.argsort())
         (gradient,) = torch.autograd.grad(ordered, rows, ordered.detach().sin())
     assert torch.equal(ordered, rows[order])
     assert torch.equal(gradient, rows.detach().sin())
-    assert names.operators - {"detach", "argsort", "sort", "sin"} == {"index_select"}
+    assert set(names.records) - {"detach", "argsort", "sort", "sin"} == {"index_select"}
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:

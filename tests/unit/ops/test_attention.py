@@ -1,11 +1,10 @@
 """Attention against its reference, and packed documents against each one alone."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.mask import PatternMask
@@ -14,7 +13,7 @@ from megatfm.ops.attention import fused, kernels
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK, FULL_MASK, AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from tests.support.tensors import assert_same_gradients, draw
+from tests.support.tensors import OperatorRecorder, assert_same_gradients, draw
 
 B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
@@ -83,18 +82,11 @@ def test_values_may_be_wider_than_keys(
 ) -> None:
     """The row is long, so torch would hold all scores."""
     monkeypatch.setattr(fused, "LONG", T)
-    flash, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, inputs: Any = (), named: Any = None) -> Any:
-            flash.append(function is kernel)
-            return function(*inputs, **(named or {}))
-
     q, k, _ = draw_heads(6)
     inputs = [x.requires_grad_() for x in (q, k, draw(B, 6, T, of_values))]
-    with Watched():
+    with OperatorRecorder(lambda operator, *_: [operator]) as operators:
         actual = fused.sdpa_attention(*inputs, DenseMask(word), None, AttentionOptions(), None)
-    assert any(flash)
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in operators.records
     assert_same_gradients(actual, attention_reference(*inputs, DenseMask(word)), inputs)
 
 

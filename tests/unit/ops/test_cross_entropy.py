@@ -12,14 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatfm.ops import cross_entropy as module
 from megatfm.ops.contrastive import LossOptions, compute_retrieval_ranks, contrastive_loss, contrastive_loss_reference
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from tests.support.documentation import load_script
-from tests.support.tensors import assert_same_gradients, draw
+from tests.support.tensors import OperatorRecorder, assert_same_gradients, draw
 
 M, D, V = 13, 6, 29
 PLAIN = LogitOptions()
@@ -78,20 +76,6 @@ def test_bfloat16_sums_in_float32() -> None:
         assert float((a.double() - b).norm() / b.double().norm()) < 0.01
 
 
-class AsLargeAsTheWeights(TorchDispatchMode):
-    """Counts operators that make another tensor as large as the weights."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
-        self.shape, self.made = shape, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = {t.data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.made += isinstance(result, Tensor) and result.shape == self.shape and result.data_ptr() not in known
-        return result
-
-
 def test_a_gradient_is_scaled_in_place() -> None:
     """A gradient that another pass will ask for is copied."""
     hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(0, 9, (6,))
@@ -99,13 +83,19 @@ def test_a_gradient_is_scaled_in_place() -> None:
     weight.requires_grad_()
     loss = cross_entropy(hidden, weight, targets) / 6
     actual, result = [], []
+
+    def find_copies(operator: Any, operands: list[Tensor], outputs: list[Tensor]) -> list[Any]:
+        """Operators that make another tensor as large as the weights."""
+        known = {x.data_ptr() for x in operands}
+        return [operator for x in outputs if x.shape == weight.shape and x.data_ptr() not in known]
+
     for retain in (True, True, False):
         weight.grad = None
-        with AsLargeAsTheWeights(weight.shape) as mode:
+        with OperatorRecorder(find_copies) as copies:
             loss.backward(retain_graph=retain)
         assert weight.grad is not None
         actual.append(weight.grad.clone())
-        result.append(mode.made)
+        result.append(len(copies.records))
     assert result == [1, 1, 0]
     assert all(torch.equal(gradient, actual[0]) for gradient in actual)
     torch.testing.assert_close(actual[0], expected)
@@ -149,32 +139,22 @@ def test_the_kernels_compile_for_a_gpu_without_spills() -> None:
         assert update.spilled == 0, is_run
 
 
-class LogitsSized(TorchDispatchMode):
-    """Records the dtypes of new tensors as large as the logits, by operator."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel, self.calls = numel, list[tuple[str, torch.dtype]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.numel() >= self.numel and not func.is_view:
-                self.calls.append((func._schema.name, x.dtype))
-        return result
-
-
 def test_no_operator_copies_the_logits_of_a_shard_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels overwrite what the product returned. torch's operators pass over a copy in float32."""
     hidden, weight, targets = inputs(torch.bfloat16)
     shard = module.VocabularyShard(V, 2 * V, lambda values: torch.stack([values, values]))
     options = LogitOptions(None, 0.1)
     calls = {}
+
+    def describe_logits(operator: Any, _: object, outputs: list[Tensor]) -> list[tuple[str, torch.dtype]]:
+        """Operators that make tensors as large as the logits, and dtypes of these."""
+        return [(operator._schema.name, x.dtype) for x in outputs if x.numel() >= M * V and not operator.is_view]
+
     for kernels in (None, module._FakeKernels):
         monkeypatch.setattr(module, "_choose_kernels", lambda _, chosen=kernels: chosen)
-        with LogitsSized(M * V) as mode:
+        with OperatorRecorder(describe_logits) as logits:
             cross_entropy(hidden, weight, targets, None, options, shard=shard)
-        calls[kernels] = mode.calls
+        calls[kernels] = logits.records
     assert ("aten::_to_copy", torch.float32) in calls[None]
     assert {dtype for _, dtype in calls[module._FakeKernels]} == {torch.bfloat16}
     assert [name for name, _ in calls[module._FakeKernels]] == ["aten::new_empty", "aten::fill_", "aten::mm"]

@@ -229,6 +229,8 @@ def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
     ("config.toml", '[train]\nsteps = "many"', "finished"),
     ("config.toml", "data = [3]", "Corpus"),
     ("config.toml", 'objective = "causal"', "nats per token"),
+    ("config.toml", '[objective]\nname = "contrastive"', "mean over pairs"),
+    ("config.toml", '[objective]\nname = "preference"', "nats per pair"),
     ("config.toml", '[data]\ntrain = "pipe:cat corpus"', "a corpus has no commands to run"),
     ("config.toml", '[data.mixture]\ncode = { path = "a", weight = 0 }', "the mixture's weights are not shown"),
     ("config.toml", '[data.mixture]\ncode = { path = "a" }', "the mixture's weights are not shown"),

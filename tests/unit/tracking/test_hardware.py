@@ -162,6 +162,14 @@ def test_other_processes_do_not_lower_a_cpu_s_measured_peak(monkeypatch: pytest.
     assert flops == pytest.approx(2 * utilization.MATMUL_SIZE**3 / seconds)
 
 
+def test_other_processes_do_not_choose_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock counts hours during float32, in which others ran; the thread's own clock does not."""
+    cpu_seconds, hours = itertools.count(), itertools.accumulate(itertools.chain([3600.0] * 16, itertools.repeat(1.0)))
+    monkeypatch.setattr(utilization.time, "perf_counter", lambda: next(hours))
+    monkeypatch.setattr(utilization.time, "thread_time", lambda: next(cpu_seconds))
+    assert utilization.measure_bf16_speedup(torch.device("cpu")) == 1
+
+
 def test_a_process_that_is_paused_before_the_first_matmul_measures_it_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     times = itertools.count()
     monkeypatch.setattr(utilization.time, "perf_counter", lambda: float(next(times)))

@@ -226,7 +226,7 @@ def test_on_a_gpu_the_precision_is_not_left_to_a_race(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], choice: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("megatfm.train.build.time_matmul", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("megatfm.train.build.measure_bf16_speedup", lambda *_: pytest.fail("tried"))
     assert choose_precision("auto", torch.device("cuda")) == choice
 
 

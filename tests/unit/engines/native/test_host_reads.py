@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ModelConfig, ParallelConfig
@@ -27,7 +26,7 @@ from tests.support.context_parity import context_case, context_microbatches
 from tests.support.layouts import EXTENDED, extend
 from tests.support.models import ADAMW, FAMILY_MODELS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches, model_gradient_errors
-from tests.support.tensors import BLOCKING_METHODS, HostWaits
+from tests.support.tensors import BLOCKING_METHODS, HostWaits, OperatorRecorder
 from tests.support.workers import Workers
 
 MOE = TIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
@@ -114,12 +113,12 @@ def work_of_recomputed_experts(recomputed: str) -> tuple[int, list[int]]:
     """Host reads of a step's passes on a device that is not the host, and launches of `REPEATED`."""
     engine = build_engine(MOE, ParallelConfig(dp_shard=2, ep=2), ADAMW, precision="fp32", recomputed=recomputed)
     batch, real, reads = microbatches(engine, global_batch(seed=0)), Tensor.cpu, []
-    with pytest.MonkeyPatch.context() as patch, Launches() as passes:
+    with pytest.MonkeyPatch.context() as patch, OperatorRecorder(name_launch) as passes:
         patch.setattr(transfer, "is_on_host", lambda _: False)
         patch.setattr(Tensor, "cpu", lambda tensor: (reads.append(1), real(tensor).clone())[1])
         engine.forward_backward(batch, CAUSAL)
-    launched = {name.replace("alltoall", "all_to_all"): count for name, count in passes.counts.items()}
-    return len(reads), [sum(n for name, n in launched.items() if name.startswith(way)) for way in REPEATED]
+    launched = [name.replace("alltoall", "all_to_all") for name in passes.records]
+    return len(reads), [sum(name.startswith(way) for name in launched) for way in REPEATED]
 
 
 def test_recomputed_experts_wait_for_no_rows_again_and_selected_ones_repeat_no_product(workers: Workers) -> None:
@@ -291,18 +290,10 @@ FREE = (
 MICRO_BATCHES = 4
 
 
-class Launches(TorchDispatchMode):
-    """Counts operators that compute or copy; views do neither."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func._schema.name.partition("::")[2]
-        if not func.is_view and packet not in FREE:
-            self.counts[packet] += 1
-        return func(*args, **(kwargs or {}))
+def name_launch(operator: Any, *_: object) -> list[str]:
+    """The name of an operator that computes or copies; views do neither."""
+    packet = operator._schema.name.partition("::")[2]
+    return [] if operator.is_view or packet in FREE else [packet]
 
 
 def launches(
@@ -314,12 +305,12 @@ def launches(
         engine.skipping_optimizers = list(engine.optimizers)
     for seed in range(2):
         batch = microbatches(engine, global_batch(seed=seed))
-        with Launches() as passes:
+        with OperatorRecorder(name_launch) as passes:
             stats = engine.forward_backward(batch, CAUSAL)
-        with Launches() as step:
+        with OperatorRecorder(name_launch) as step:
             engine.step(1e-2, clip=1e-3)
         assert stats.loss > 0
-    return passes.counts, step.counts
+    return Counter(passes.records), Counter(step.records)
 
 
 BUDGETS = {
