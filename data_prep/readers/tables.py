@@ -87,6 +87,7 @@ def _iter_batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBa
         yield from pyarrow.ipc.open_stream(source)
 
 
+_TEXT_TYPES = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
 BATCH_ROWS = 256
 BATCH_BYTES = 2**24
 """Batches with more bytes of text are converted row by row."""
@@ -100,7 +101,7 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]
             names = file.schema_arrow.names
             selected = select_columns(config, names)
             # A text shared by all rows is stored once and may be as long as all others together: it stays a dictionary.
-            texts = [name for name in selected if pyarrow.types.is_string(file.schema_arrow.field(name).type)]
+            texts = [name for name in selected if file.schema_arrow.field(name).type in _TEXT_TYPES]
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             batches = file.iter_batches(BATCH_ROWS, columns=selected)
             for record in chain.from_iterable(map(_iter_rows, batches)):

@@ -189,9 +189,9 @@ def gzipped_warc() -> bytes:
     return warc_record("response", content, "http://x.org", "application/http; msgtype=response")
 
 
-def parquet() -> bytes:
+def parquet(kind: pyarrow.DataType) -> bytes:
     """A text of 256 KiB, stored once, that 600 rows have, and one that is too long."""
-    texts = pyarrow.array(["x" * MOST] * 600 + ["y" * (MOST + 1)]).dictionary_encode()
+    texts = pyarrow.array(["x" * MOST] * 600 + ["y" * (MOST + 1)], kind)
     sink = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), sink)
     return sink.getvalue()
@@ -206,7 +206,9 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "b.tar.gz": (lambda: gzipped_tar("a.json", 2**17, 400), "members_of_over_262_144_bytes"),
     "c.tar.gz": (lambda: gzipped_tar("a.txt", 0, 20_000), "unreadable_file"),
     "a.warc": (gzipped_warc, "longer_than_262_144_bytes_once_unpacked"),
-    "a.parquet": (parquet, "longer_than_262_144_bytes"),
+    "a.parquet": (lambda: parquet(pyarrow.string()), "longer_than_262_144_bytes"),
+    "b.parquet": (lambda: parquet(pyarrow.large_string()), "longer_than_262_144_bytes"),
+    "c.parquet": (lambda: parquet(pyarrow.string_view()), "longer_than_262_144_bytes"),
 }
 
 
