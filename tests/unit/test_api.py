@@ -85,7 +85,7 @@ def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture
         assert capsys.readouterr().out == f"def {model.generate('def ', max_tokens=6, **options)}\n"
 
 
-@pytest.mark.parametrize("options", [{"seed": 3}, {"temperature": 0, "batch": 2}, {"beams": 2}])
+@pytest.mark.parametrize("options", [{"seed": 3}, {"temperature": 0, "batch": 2}, {"num_beams": 2}])
 def test_several_prompts_get_the_texts_that_they_get_alone(run: Path, options: dict[str, Any]) -> None:
     """Prompts of several lengths; two are equal, for in a batch the second could draw other numbers."""
     model, prompts = megatfm.load(run), ["def ", "import os, sys; import numpy as np", "x", "def ", ""]
