@@ -234,7 +234,7 @@ def test_wrong_requests_to_a_model_are_one_line(run: Path) -> None:
 
 def test_a_folder_without_what_a_command_evaluates_is_one_line(run: Path, tmp_path: Path) -> None:
     for evaluate in (lambda folder: evaluate_run(folder, {}, False), lambda folder: predict_file(folder, "rows.csv")):
-        with pytest.raises(UsageError, match=r"no run directory \(config\.toml is missing\)"):
+        with pytest.raises(UsageError, match=r"not a run directory \(it has no config\.toml\)"):
             evaluate(tmp_path)
     with pytest.raises(UsageError, match=r"a run without a \[task\]: give one that `megatfm finetune` trained"):
         predict_file(run, "rows.csv")
