@@ -117,6 +117,8 @@ class NativeEngine(BaseEngine):
             [optimizer for optimizer in self.optimizers if optimizer.can_skip] if device.type != "cpu" else []
         )
         self.has_graphs = options.graphs is not None
+        self._trained_names = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+        model.train()
         self.passes = GraphedModel(model, options.graphs) if options.graphs else SequentialForwardBackward(model)
         if pipeline:
             self.passes = self._build_pipeline(model, pipeline)
@@ -131,7 +133,8 @@ class NativeEngine(BaseEngine):
         return data_axes.replicate_axes if self.data.sharded else data_axes.all
 
     def _set_training(self, training: bool) -> None:
-        self._model.train(training)
+        if self._model.training != training:  # else a step begins with a walk over all modules
+            self._model.train(training)
 
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
@@ -152,8 +155,7 @@ class NativeEngine(BaseEngine):
         self.data.reduce()
 
     def _find_weights_without_gradient(self) -> Collection[str]:
-        trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-        return trained - self.gradients().keys()
+        return self._trained_names - self.gradients().keys()
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
         """See `Engine.step`.

@@ -91,7 +91,8 @@ class FullySharded:
         return {name: _get_local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
-        self._model.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def wait_for_weights(self) -> None:
         """Do nothing: weights are gathered where they are used."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatfm.config import ModelConfig, ParallelConfig
@@ -333,6 +333,39 @@ def test_a_step_asks_for_no_more_than_its_budget(workers: Workers, model: str, p
     assert (four[0].total() - two[0].total()) / (2 * MICRO_BATCHES) <= block, four[0] - two[0]
     assert two[1].total() <= step, two[1]
     assert four[1].total() <= step, four[1]
+
+
+def count_walks() -> list[str]:
+    """Walks over the modules in a second step, between evaluations."""
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW)
+    batch = microbatches(engine, global_batch(seed=0))
+    walks: list[str] = []
+
+    def step() -> None:
+        engine.forward_backward(batch, CAUSAL)
+        engine.step(1e-2, clip=1.0)
+
+    step()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("named_modules", "train"):
+            method = getattr(nn.Module, name)
+
+            def walk(*args: Any, name: str = name, method: Any = method, **options: Any) -> Any:
+                walks.append(name)
+                return method(*args, **options)
+
+            patch.setattr(nn.Module, name, walk)
+        step()
+    engine.evaluate(batch, CAUSAL)
+    assert not any(module.training for module in engine.model.modules())
+    step()
+    assert all(module.training for module in engine.model.modules())
+    return walks
+
+
+def test_a_step_walks_over_no_modules(workers: Workers) -> None:
+    """A walk is milliseconds for deep models, while a GPU has nothing to do."""
+    assert workers.run(count_walks, 1) == [[]]
 
 
 EARLY = 35
