@@ -189,7 +189,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     starting_config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
     config, image_notes = adopt_image_options(starting_config, source)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
-    state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
+    state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}, "hf_folder": str(source.absolute())}
     if isinstance(hf_model, HfFolder):
         hf_config = hf_model.architecture.config_to_hf(hf_model.config)
         state["origin"] = tokenizer_files.record_origin(source, hf_model.name, hf_model.json, hf_config)

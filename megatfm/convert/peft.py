@@ -11,6 +11,7 @@ wraps the module of the experts once for each adapted parameter, so that the fir
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -24,11 +25,12 @@ from megatfm.config.model_parts import LoRAConfig
 from megatfm.convert.architecture import Architecture
 from megatfm.convert.convert import check_is_new, new_folder, open_best_checkpoint
 from megatfm.convert.electra_pair import choose_exported_models
-from megatfm.convert.hf_checkpoint import write_json
+from megatfm.convert.hf_checkpoint import is_hf_folder, write_json
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
 from megatfm.layers.lora import is_factor, name_factors
+from megatfm.terminal import format_file_size
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in PEFT's files
@@ -68,7 +70,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     adapter_config = _make_adapter_config(
         options, factors, saved, [name for mapping in mappings for name in mapping.hf]
     ) | {
-        "base_model_name_or_path": str(base_model["checkpoint"]) if isinstance(base_model, dict) else None,
+        "base_model_name_or_path": _find_base(base_model) if isinstance(base_model, dict) else None,
         "task_type": next((task for end, task in TASK_TYPES.items() if exported.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
     }
@@ -76,8 +78,14 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     with new_folder(target) as folder:
         file_io.write_file(folder / ADAPTER_WEIGHTS, [memoryview(save(content, {"format": "pt"}))])
         write_json(folder / ADAPTER_CONFIG, adapter_config)
-    size = sum(tensor.nbytes for tensor in content.values())
-    return [f"adapters of {len(factors)} matrices of a {exported.name}, {size / 1e6:,.1f} MB"]
+    size = format_file_size(sum(tensor.nbytes for tensor in content.values()))
+    return [f"adapters of {len(factors)} matrices of a {exported.name}, {size}"]
+
+
+def _find_base(base_model: Mapping[str, Any]) -> str:
+    """Return the Hugging Face folder of the base model if it is still there, which PEFT opens, else its checkpoint."""
+    hf_folder = base_model.get("hf_folder")
+    return hf_folder if hf_folder and is_hf_folder(Path(hf_folder)) else str(base_model["checkpoint"])
 
 
 def _convert_trained(

@@ -56,10 +56,13 @@ def read_origin(source: Path, tokenizer: str) -> JsonValue:
 
 
 def identify_checkpoint(source: Path) -> JsonValue:
-    """Return how a checkpoint of adapters identifies its base checkpoint: by folder, and by the hash of the metadata,
-    which contains the hashes of all files. A collective."""
-    digest = run_on_rank_0_raising(lambda: blake3((source / METADATA_FILENAME).read_bytes()).hexdigest())
-    return {"checkpoint": str(source.absolute()), "blake3": digest}
+    """Return how a checkpoint of adapters identifies its base checkpoint: by folder, by the hash of the metadata, which
+    contains the hashes of all files, and by the Hugging Face folder that it was converted from. A collective."""
+    digest, state = run_on_rank_0_raising(
+        lambda: (blake3((source / METADATA_FILENAME).read_bytes()).hexdigest(), dict(checkpoint.read_state(source)))
+    )
+    hf_folder = {"hf_folder": state["hf_folder"]} if "hf_folder" in state else {}
+    return {"checkpoint": str(source.absolute()), "blake3": digest, **hf_folder}
 
 
 def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> LoadReport:
