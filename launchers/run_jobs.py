@@ -148,16 +148,23 @@ def get_job_state(job: str, tasks: int = 1) -> JobState:
     except MegatfmError as error:
         return JobState(UNKNOWN, str(error))
     if record:
-        exit_code = record.get("ExitCode", "")
-        return JobState(record.get("JobState", UNKNOWN), f"exit code {exit_code}" if exit_code else "")
+        return JobState(record.get("JobState", UNKNOWN), _explain_exit_code(record.get("ExitCode", "")))
     try:
         past = scheduler.run_slurm_command("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode").split("\n")[0]
     except MegatfmError:
         past = ""
     if "|" in past:
         name, exit_code = past.split("|")
-        return JobState(name, f"exit code {exit_code}")
+        return JobState(name, _explain_exit_code(exit_code))
     return JobState("GONE", "SLURM has forgotten it")
+
+
+def _explain_exit_code(exit_code: str) -> str:
+    """Return SLURM's exit code, "CODE:SIGNAL", in words; empty if there is none. Its own signal 125 has no name."""
+    code, _, number = exit_code.partition(":")
+    if number.isdecimal() and int(number) in {*signal.Signals}:
+        return f"ended by {signal.Signals(int(number)).name}"
+    return f"exit code {code if number == '0' else exit_code}" if code else ""
 
 
 # --- other jobs and processes of a run -------------------------------------------------------------------------------

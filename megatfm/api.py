@@ -102,7 +102,7 @@ class Model:
     """
 
     def __init__(self, module: nn.Module, path: Path, *, trust_plugins: bool = False) -> None:
-        self.module, self.path, self.trust_plugins = module, path, trust_plugins
+        self.module, self.path, self.trust_plugins = module, path.absolute(), trust_plugins
         self._loaded: TextModel | None = None
         self._encoder: SentenceEmbedder | None = None
 

@@ -45,6 +45,8 @@ def find_checkpoint(path: str | Path) -> Path:
         raise UsageError(
             f"{path} is in the Hugging Face format: convert it with `megatfm convert {path} NEW --to megatfm`"
         )
+    if (path / "launch.json").is_file():
+        raise UsageError(f"{path}: the run has saved no checkpoint yet: `megatfm status {path}` says how far it is")
     if path.exists():
         raise UsageError(
             f"{path} is neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"

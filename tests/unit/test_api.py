@@ -192,6 +192,15 @@ def test_losses_that_are_no_numbers_are_strict_json(run: Path, monkeypatch: pyte
     assert result == {"loss": "NaN", "bits_per_byte": "Infinity"}
 
 
+def test_a_model_loaded_by_a_relative_path_can_be_used_elsewhere(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    model = megatfm.load(run.name)
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(model.generate("a", max_tokens=2), str)
+
+
 def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
     config = megatfm.load_config(run)
     assert isinstance(config, Config)

@@ -80,6 +80,9 @@ def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer
 def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a checkpoint nor a run directory"):
         open_text_model(tmp_path)
+    (tmp_path / "launch.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"the run has saved no checkpoint yet: `megatfm status {tmp_path}` says how"):
+        open_text_model(tmp_path)
     with pytest.raises(UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"):
         open_text_model("meta-llama/Tiny")
     (tmp_path / "runs").mkdir()

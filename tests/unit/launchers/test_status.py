@@ -73,8 +73,8 @@ def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.Cap
     ((1, 76), {}, "NO PROGRESS: job 7: of a test"),
     ((75,), {}, "STOPPED: job 7: of a test"),
     ((2,), {}, "FAILED: job 7: of a test"),
-    ((75,), {"scontrol-show": "JobId=7 JobState=CANCELLED ExitCode=0:15\n"}, "CANCELLED: job 7: exit code 0:15"),
-    ((), {"scontrol-show": "JobId=7 JobState=NODE_FAIL ExitCode=1:0\n"}, "NODE_FAIL: job 7: exit code 1:0"),
+    ((75,), {"scontrol-show": "JobId=7 JobState=CANCELLED ExitCode=0:15\n"}, "CANCELLED: job 7: ended by SIGTERM"),
+    ((), {"scontrol-show": "JobId=7 JobState=NODE_FAIL ExitCode=1:0\n"}, "NODE_FAIL: job 7: exit code 1"),
     ((), {"sacct": "OUT_OF_MEMORY|0:125\n"}, "OUT_OF_MEMORY: job 7: exit code 0:125"),
     ((None,), {}, "GONE: job 7: SLURM has forgotten it"),
 ])  # fmt: skip
