@@ -207,4 +207,4 @@ def test_a_chat_with_a_model_without_a_template_is_refused(tmp_path: Path, capfd
     assert run_command("generate", str(tmp_path / "other"), "--chat", "--prompt", "oslo <|im_end|>") == 2
     assert "the prompt spells the special token '<|im_end|>': take it out" in capfd.readouterr().err
     assert run_command("generate", str(tmp_path / "other"), "--chat", "--bos", "none", "--prompt", "oslo") == 2
-    assert "leave --bos out" in capfd.readouterr().err
+    assert "leave bos out" in capfd.readouterr().err
