@@ -250,7 +250,7 @@ def build_transformers_model(config: Config) -> nn.Module:
     elif isinstance(model.attention.pattern, Windows2dPatternConfig):
         kind = "Swinv2" if model.position.name == "log_relative_2d" else "Swin"
         settings = getattr(transformers, f"{kind}Config")(
-            embed_dim=model.d_model, depths=list(model.stages.layers), num_heads=list(model.stages.heads),
+            embed_dim=model.d_model, depths=list(model.stages.n_layers), num_heads=list(model.stages.n_heads),
             window_size=model.attention.pattern.window, drop_path_rate=0.0, **options,
         )  # fmt: skip
         network = getattr(transformers, f"{kind}ForImageClassification")(settings)

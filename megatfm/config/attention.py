@@ -240,7 +240,7 @@ class WindowedAttentionConfig(ScaledAttention, HeadAttention):
 
     name: Literal["windowed"] = "windowed"
     n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Number of heads of the first stage; left out, the first of `model.stages.heads`."""
+    """Number of heads of the first stage; left out, the first of `model.stages.n_heads`."""
     pattern: PatternConfig = Windows2dPatternConfig()
     """The windows."""
     bias: bool = True
@@ -254,7 +254,7 @@ class PooledAttentionConfig(ScaledAttention, HeadAttention):
 
     name: Literal["pooled"] = "pooled"
     n_heads: PositiveInt = Field(default=1, le=MAX_WIDTH)
-    """Number of heads of the first stage; left out, the first of `model.stages.heads`."""
+    """Number of heads of the first stage; left out, the first of `model.stages.n_heads`."""
     bias: bool = True
     """Biases in the projections."""
     kv_stride: PositiveInt = Field(default=4, le=MAX_WIDTH)

@@ -47,6 +47,7 @@ RENAMED_KEYS = list_renames({
         "blocks": "layer_types", "block": "layer_type", "head": "lm_head", "heads": "extra_heads",
         "future_tokens": "n_mtp_heads",
     },
+    "model.stages": {"layers": "n_layers", "heads": "n_heads"},
     "model.attention[latent]": {
         "kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim",
         "head_dim": "qk_nope_head_dim",

@@ -234,8 +234,8 @@ class ModelConfig(Section):
                     for key, n in divided.items()
                     if n != sizes.get(f"{part}.{key}")
                 }
-        stage_heads = self.stages.heads if self.stages else ()
-        return sizes | {f"stages.heads[{stage}]": heads for stage, heads in enumerate(stage_heads)}
+        stage_heads = self.stages.n_heads if self.stages else ()
+        return sizes | {f"stages.n_heads[{stage}]": heads for stage, heads in enumerate(stage_heads)}
 
     def tp_dims_for(self, expert_tp: str) -> dict[str, int]:
         """Return `tp_dims` under a division of experts, `parallel.expert_tp`."""

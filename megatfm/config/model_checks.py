@@ -208,7 +208,7 @@ def _check_stride(model: "ModelConfig", name: str, head: PixelsHeadConfig) -> No
         )
     if model.stages is None and head.stride % patch_size == 0:
         return  # perhaps a stage of a model
-    stride = patch_size * 2 ** (len(model.stages.layers) - 1 if model.stages else 0)
+    stride = patch_size * 2 ** (len(model.stages.n_layers) - 1 if model.stages else 0)
     if head.stride != stride:
         raise ValueError(
             f"extra_heads.{name}.stride = {head.stride}: a token of the last map stands for a square of {stride} "

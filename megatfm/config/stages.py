@@ -20,9 +20,9 @@ IMAGE_OBJECTIVES = ("image_classification", "masked_image", "simmim")
 class StagesConfig(Section):
     """Depths and heads of stages, and the first stage's map of patches (Liu et al. 2021, section 3.1)."""
 
-    layers: tuple[PositiveInt, ...] = Field(examples=[[2, 2, 6, 2]], min_length=1, max_length=MAX_LAYERS)
+    n_layers: tuple[PositiveInt, ...] = Field(examples=[[2, 2, 6, 2]], min_length=1, max_length=MAX_LAYERS)
     """Number of blocks of each stage."""
-    heads: tuple[PositiveInt, ...] = Field(examples=[[3, 6, 12, 24]], min_length=1, max_length=MAX_LAYERS)
+    n_heads: tuple[PositiveInt, ...] = Field(examples=[[3, 6, 12, 24]], min_length=1, max_length=MAX_LAYERS)
     """Number of attention heads of each stage. Widths begin with `d_model` and double with each stage."""
     grid: tuple[PositiveInt, PositiveInt] = (56, 56)
     """Rows and columns of an image's patches, if the batch has no grid; the default: 224 pixels in patches of 4."""
@@ -31,13 +31,13 @@ class StagesConfig(Section):
 
     @model_validator(mode="after")
     def _check_stages(self) -> "StagesConfig":
-        if len(self.heads) != len(self.layers):
+        if len(self.n_heads) != len(self.n_layers):
             raise ValueError(
-                f"stages.heads has {len(self.heads)} numbers and stages.layers {len(self.layers)}: give one of each "
-                "for every stage"
+                f"stages.n_heads has {len(self.n_heads)} numbers and stages.n_layers {len(self.n_layers)}: give one of "
+                "each for every stage"
             )
-        if max(self.heads) > MAX_WIDTH or max(self.grid) > MAX_LENGTH:
-            raise ValueError(f"stages.heads = {list(self.heads)}, stages.grid = {list(self.grid)}: choose smaller")
+        if max(self.n_heads) > MAX_WIDTH or max(self.grid) > MAX_LENGTH:
+            raise ValueError(f"stages.n_heads = {list(self.n_heads)}, stages.grid = {list(self.grid)}: choose smaller")
         return self
 
     def map_at(self, stage: int, grid: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -47,7 +47,7 @@ class StagesConfig(Section):
 
     def stage_at(self, depth: int) -> int:
         """Return the stage of the block at a depth, counted over all stages."""
-        return bisect_right(list(accumulate(self.layers)), depth)
+        return bisect_right(list(accumulate(self.n_layers)), depth)
 
     def find_changes_at(self, stage: int, model: "ModelConfig") -> dict[str, Any]:
         """Return the changes of a model's config for the blocks of a stage."""
@@ -55,9 +55,9 @@ class StagesConfig(Section):
         return {
             "family": "encoder",
             "stages": None,
-            "n_layers": self.layers[stage],
+            "n_layers": self.n_layers[stage],
             "d_model": model.d_model * 2**stage,
-            "attention.n_heads": self.heads[stage],
+            "attention.n_heads": self.n_heads[stage],
             "ffn.d_ff": model.ffn.d_ff * 2**stage,
             **({"position.pretrained_windows": (windows[stage],)} if windows else {}),
         }
@@ -72,9 +72,9 @@ def fill_in_stages(values: Any) -> Any:
         section = StagesConfig.model_validate(stages)
     except ValidationError:
         return values  # the validation of model.stages reports it
-    filled = {"n_layers": sum(section.layers), **values, "stages": section}
+    filled = {"n_layers": sum(section.n_layers), **values, "stages": section}
     if isinstance(attention := values.get("attention", {}), Mapping):
-        filled["attention"] = {"n_heads": section.heads[0], **attention}
+        filled["attention"] = {"n_heads": section.n_heads[0], **attention}
     return filled
 
 
@@ -87,28 +87,28 @@ def check_stages(model: "ModelConfig") -> None:
     """Raise ValueError if a model's other keys contradict its stages."""
     stages = model.stages
     if model.family == "hierarchical" and stages is None:
-        raise ValueError("family = 'hierarchical' needs model.stages: give layers and heads of each stage")
+        raise ValueError("family = 'hierarchical' needs model.stages: give n_layers and n_heads of each stage")
     if stages is None:
         return
     for key, value, allowed, condition in (
-        ("n_layers", model.n_layers, sum(stages.layers), "the sum of stages.layers"),
-        ("attention.n_heads", model.attention.n_heads, stages.heads[0], "the first of stages.heads"),
+        ("n_layers", model.n_layers, sum(stages.n_layers), "the sum of stages.n_layers"),
+        ("attention.n_heads", model.attention.n_heads, stages.n_heads[0], "the first of stages.n_heads"),
     ):
         if value != allowed:
             raise ValueError(f"{key} = {value} is not {condition}, which is {allowed}: leave {key} out")
     if (model.position.name == "relative_axes") and model.attention.name != "pooled":
         raise ValueError("position.name = 'relative_axes' is for attention.name = 'pooled': choose another position")
-    for stage, heads in enumerate(stages.heads):
+    for stage, heads in enumerate(stages.n_heads):
         if (width := model.d_model * 2**stage) % heads:
             raise ValueError(
-                f"stages.heads[{stage}] = {heads} does not divide d_model · 2^{stage} = {width}: choose "
+                f"stages.n_heads[{stage}] = {heads} does not divide d_model · 2^{stage} = {width}: choose "
                 f"{find_nearest_divisor(width, heads)}"
             )
     windows = getattr(model.position, "pretrained_windows", None)
-    if windows and len(windows) != len(stages.layers):
+    if windows and len(windows) != len(stages.n_layers):
         raise ValueError(
             f"position.pretrained_windows = {list(windows)} has {len(windows)} numbers, and there are "
-            f"{len(stages.layers)} stages: give one for each"
+            f"{len(stages.n_layers)} stages: give one for each"
         )
     if getattr(model.embedding, "n_special_tokens", 0):
         raise ValueError("family = 'hierarchical' has no class or register tokens: set embedding.n_class_tokens = 0")
@@ -140,7 +140,7 @@ def check_image_rows(config: "Config") -> None:
             f"{max(1, length // (rows * columns)) * rows * columns}"
         )
     images, tp = length // (rows * columns), parallel.tp if parallel.sequence_parallel else 1
-    for stage in range(len(stages.layers)):
+    for stage in range(len(stages.n_layers)):
         n_rows, n_columns = stages.map_at(stage)
         if images * n_rows * n_columns % tp:
             next_multiple = next(n for n in range(images, images + tp + 1) if n % tp == 0)

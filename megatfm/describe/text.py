@@ -98,8 +98,8 @@ def _describe_input(model: ModelConfig) -> Line:
 
 def _describe_stages(stages: StagesConfig, d_model: int) -> str:
     """Describe blocks, widths and heads of each stage."""
-    blocks, heads = (" · ".join(map(str, counts)) for counts in (stages.layers, stages.heads))
-    widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
+    blocks, heads = (" · ".join(map(str, counts)) for counts in (stages.n_layers, stages.n_heads))
+    widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.n_layers)))
     rows, columns = stages.grid
     return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 

@@ -137,8 +137,8 @@ def _shrink_depth(model: ModelConfig, n_layers: int) -> dict[str, Any]:
         changes["distinct_layers"] = 1
     changes["n_mtp_heads"] = min(model.n_mtp_heads, 1)
     if model.stages is not None:
-        stage_layers = [min(n, n_layers) for n in model.stages.layers]
-        changes |= {"stages.layers": stage_layers, "n_layers": sum(stage_layers)}
+        stage_layers = [min(n, n_layers) for n in model.stages.n_layers]
+        changes |= {"stages.n_layers": stage_layers, "n_layers": sum(stage_layers)}
     for name in SECOND_STACKS:
         if (stack := getattr(model, name)) is not None and stack.n_layers is not None:
             changes[f"{name}.n_layers"] = min(stack.n_layers, n_layers)
@@ -180,10 +180,10 @@ def _narrow_model(model: ModelConfig, share: Fraction) -> dict[str, Any]:
     changes: dict[str, Any] = {"d_model": d_model, "ffn.d_ff": _narrow(model.ffn.d_ff, width_share)}
     changes |= _prefix("attention", _narrow_attention(model.attention, share, width_share))
     if model.stages is not None:
-        first = model.stages.heads[0]
+        first = model.stages.n_heads[0]
         changes |= {
             "attention.n_heads": n_heads,
-            "stages.heads": [max(1, heads * n_heads // first) for heads in model.stages.heads],
+            "stages.n_heads": [max(1, heads * n_heads // first) for heads in model.stages.n_heads],
         }
     for name in SECOND_STACKS:
         if (stack := getattr(model, name)) is not None:

@@ -43,16 +43,16 @@ class PyramidStack(nn.Module):
         super().__init__()
         self.stages = require_stages(config)
         self.embedding: InputEmbedding | None = embedding
-        configs = [config.stage_config(stage) for stage in range(len(self.stages.layers))]
+        configs = [config.stage_config(stage) for stage in range(len(self.stages.n_layers))]
         self.widths = [stage_config.d_model for stage_config in configs]
-        self.stage_of = [stage for stage, layers in enumerate(self.stages.layers) for _ in range(layers)]
+        self.stage_of = [stage for stage, layers in enumerate(self.stages.n_layers) for _ in range(layers)]
         self.pools = isinstance(config.attention, PooledAttentionConfig)
         blocks = make_pooled_blocks(config) if self.pools else make_plain_blocks(config)
         self.layers = nn.ModuleDict({str(depth): block for depth, block in enumerate(blocks)})
         self.merges = nn.ModuleDict()
         for stage, stage_config in enumerate(() if self.pools else configs[:-1]):
             self.merges[str(stage)] = PatchMerging(
-                stage_config, norm=self.stages.merging_norm, follows_block=sum(self.stages.layers[: stage + 1]) - 1,
+                stage_config, norm=self.stages.merging_norm, follows_block=sum(self.stages.n_layers[: stage + 1]) - 1,
                 tokens_per_patch=0.25**stage,
             )  # fmt: skip
         self.skip_rates = [config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)]
@@ -121,7 +121,7 @@ class PyramidStack(nn.Module):
 
 def make_plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
     """Yield the blocks of all stages, for models with patch merging."""
-    for stage in range(len(require_stages(config).layers)):
+    for stage in range(len(require_stages(config).n_layers)):
         stage_config = config.stage_config(stage)
         for depth in range(stage_config.n_layers):
             yield StageBlock(stage_config, depth, 0.25**stage)
@@ -132,12 +132,12 @@ def make_pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
     options = require_variant(config.attention, PooledAttentionConfig, "model.attention")
     stages = require_stages(config)
     d_in, kv_stride = config.d_model, options.kv_stride
-    for stage in range(len(stages.layers)):
+    for stage in range(len(stages.n_layers)):
         stage_config = config.stage_config(stage)
         kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
         for depth in range(stage_config.n_layers):
             pools = bool(stage) and not depth
-            ends_stage = depth + 1 == stage_config.n_layers and stage + 1 < len(stages.layers)
+            ends_stage = depth + 1 == stage_config.n_layers and stage + 1 < len(stages.n_layers)
             widens = options.widening == "ffn" and ends_stage
             d_out = stage_config.d_model * (2 if widens else 1)
             yield PooledBlock(
@@ -150,7 +150,7 @@ def make_pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
 def require_stages(config: ModelConfig) -> StagesConfig:
     """Return the config of the stages. Raises UsageError without it."""
     if config.stages is None:
-        raise UsageError("model.family = 'hierarchical' needs model.stages: give layers and heads of each stage")
+        raise UsageError("model.family = 'hierarchical' needs model.stages: give n_layers and n_heads of each stage")
     return config.stages
 
 
@@ -166,7 +166,7 @@ class Hierarchical(Model):
         self.encoder = PyramidStack(config, embedding)
         self.input_field = embedding.input_field
         self.compute_map_sizes = self.encoder.compute_map_sizes
-        self.add_heads(None, config.stage_config(len(require_stages(config).layers) - 1))
+        self.add_heads(None, config.stage_config(len(require_stages(config).n_layers) - 1))
         self.accept(self.input_field, *list_sequence_fields(config), targets=())
         self.split_points = [*self.encoder.split_points("encoder"), *self.list_head_points()]
 

@@ -106,14 +106,14 @@ padded."""
 def choose_grid_side(model: ModelConfig, stages: StagesConfig) -> int:
     """Return the side of the first feature map; a power of two where a head predicts the pixels of each token."""
     predicts_pixels = any(isinstance(head, PixelsHeadConfig) for head in model.extra_heads.values())
-    return 2 ** len(stages.layers) if predicts_pixels else GRID
+    return 2 ** len(stages.n_layers) if predicts_pixels else GRID
 
 
 def shrink_stages(model: ModelConfig, head_ranks: int, head_dim: int) -> dict[str, Any]:
     """Return the small sizes of all stages, if the model has any. head_ranks: ranks that divide heads."""
     if (stages := model.stages) is None:
         return {}
-    layers, n_heads = [min(n, STAGE_LAYERS) for n in stages.layers], 2 * head_ranks
+    layers, n_heads = [min(n, STAGE_LAYERS) for n in stages.n_layers], 2 * head_ranks
     pattern, changes = model.attention.pattern, dict[str, Any]()
     if isinstance(pattern, Windows2dPatternConfig):
         changes["attention.pattern"] = {"name": pattern.name, "window": min(pattern.window, WINDOW)}
@@ -123,8 +123,8 @@ def shrink_stages(model: ModelConfig, head_ranks: int, head_dim: int) -> dict[st
         "attention.n_heads": n_heads,
         "stages": {
             **stages.model_dump(),
-            "layers": layers,
-            "heads": [n_heads * n // stages.heads[0] for n in stages.heads],
+            "n_layers": layers,
+            "n_heads": [n_heads * n // stages.n_heads[0] for n in stages.n_heads],
             "grid": (choose_grid_side(model, stages),) * 2,
         },
     }

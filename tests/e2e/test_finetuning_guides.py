@@ -153,7 +153,8 @@ LESS = {
         *COMMON, *NARROW, "model.pixel_decoder={d_model=16,n_layers=1,n_heads=2,d_ff=32}",
     ),
     "train simmim-swin-b": (
-        *COMMON, "model.d_model=8", "model.stages={layers=[1,1,1,1],heads=[1,2,4,8],grid=[48,48]}", "model.ffn.d_ff=16",
+        *COMMON, "model.d_model=8", "model.ffn.d_ff=16",
+        "model.stages={n_layers=[1,1,1,1],n_heads=[1,2,4,8],grid=[48,48]}",
     ),
     "train clip-b32": COMMON,
     "train towers.toml": FEW_STEPS,

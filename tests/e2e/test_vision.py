@@ -134,7 +134,7 @@ MAE = [
     "data.sequence_length=4", "data.target_length=16",
 ]  # fmt: skip
 SIMMIM = [
-    "model.family=hierarchical", "model.stages={layers=[1,1],heads=[2,4],grid=[4,4]}", "model.embedding.norm=true",
+    "model.family=hierarchical", "model.stages={n_layers=[1,1],n_heads=[2,4],grid=[4,4]}", "model.embedding.norm=true",
     'model.attention={name="windowed",pattern={name="windows_2d",window=2}}', 'model.position={name="relative_2d"}',
     "model.embedding.mask_token=true", "model.extra_heads={pixels={name='pixels',stride=4}}",
     'objective={name="simmim",mask_size=2,mask_ratio=0.75}',

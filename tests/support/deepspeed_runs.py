@@ -54,8 +54,8 @@ CHANGES = {
     ],
     "moe, adapters": ["model.lora={rank=2,alpha=4.0,targets=['experts.w_*','wq']}"],
     # A query's gradient is a sum of three, in an order that ZeRO 3 changes: in seven blocks float32's rounding adds up.
-    "mvit v2": ["model.n_layers=3", "model.stages={layers=[1,1,1],heads=[1,2,4],grid=[56,56]}"],
-    "swin v2": ["model.n_layers=4", "model.stages={layers=[2,2],heads=[3,6],grid=[64,64],merging_norm='output'}"],
+    "mvit v2": ["model.n_layers=3", "model.stages={n_layers=[1,1,1],n_heads=[1,2,4],grid=[56,56]}"],
+    "swin v2": ["model.n_layers=4", "model.stages={n_layers=[2,2],n_heads=[3,6],grid=[64,64],merging_norm='output'}"],
 }
 """Family → what it has besides its preset, or in the place of its own head, objective and sizes."""
 IMAGES = {"vit", "mae", "swin", "simmim", "mvit v2", "swin v2"}

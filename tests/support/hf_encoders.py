@@ -235,8 +235,8 @@ def build_hf_model(
     name, windows = "Swinv2" if is_v2 else "Swin", getattr(config.position, "pretrained_windows", None)
     more = others | ({"pretrained_window_sizes": windows} if windows else {})
     options = getattr(transformers, f"{name}Config")(
-        image_size=size, patch_size=4, embed_dim=config.d_model, depths=list(config.stages.layers),
-        num_heads=list(config.stages.heads), window_size=pattern.window, num_labels=5,
+        image_size=size, patch_size=4, embed_dim=config.d_model, depths=list(config.stages.n_layers),
+        num_heads=list(config.stages.n_heads), window_size=pattern.window, num_labels=5,
         mlp_ratio=config.ffn.d_ff / config.d_model, attn_implementation="eager" if is_v2 else "sdpa", **more,
     )  # fmt: skip
     model = getattr(transformers, f"{name}{kind}")(options).double().eval()
@@ -272,7 +272,7 @@ def get_hf_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
 def copy_hf_weights(actual: Any, expected: nn.Module) -> dict[str, str]:
     """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
     named, v2 = dict(expected.named_parameters()), actual.config.position.name == "log_relative_2d"
-    names = {name: get_hf_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()}
+    names = {name: get_hf_name(name, actual.config.stages.n_layers, v2=v2) for name, _ in actual.named_parameters()}
     assert sorted(names.values()) == sorted(named)
     for name, parameter in actual.named_parameters():
         parameter.data = named[names[name]].data.reshape(parameter.shape).clone()

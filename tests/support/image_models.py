@@ -43,7 +43,7 @@ IMAGE_MODELS = {
     ),
     "simmim swin": ModelConfig.from_dotted(
         SWIN_MODEL | PYRAMID_OPTIONS
-        | {"stages.grid": (4, 6), "stages.heads": (6, 12), "d_model": 24, "ffn.d_ff": 36,
+        | {"stages.grid": (4, 6), "stages.n_heads": (6, 12), "d_model": 24, "ffn.d_ff": 36,
            "embedding": SWIN_MODEL["embedding"] | {"mask_token": True},
            "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
            "extra_heads.pixels": {"name": "pixels", "stride": 2 * SIDE}}

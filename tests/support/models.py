@@ -41,7 +41,7 @@ BERT_OPTIONS = {
     "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True, "init.name": "bert",
 }  # fmt: skip
 SWIN_MODEL: dict[str, Any] = {
-    "family": "hierarchical", "d_model": 16, "stages.layers": (2, 3), "stages.heads": (2, 4),
+    "family": "hierarchical", "d_model": 16, "stages.n_layers": (2, 3), "stages.n_heads": (2, 4),
     "attention.name": "windowed", "attention.pattern": {"name": "windows_2d", "window": 4}, "ffn.d_ff": 40,
     "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "position.name": "relative_2d",
     "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True}, "lm_head.name": "none",
@@ -54,8 +54,8 @@ SWIN_V2_OPTIONS: dict[str, Any] = {
     "stages.merging_norm": "output",
 }
 MVIT_MODEL: dict[str, Any] = SWIN_MODEL | {
-    "stages.layers": (1, 2),
-    "stages.heads": (1, 2),
+    "stages.n_layers": (1, 2),
+    "stages.n_heads": (1, 2),
     "stages.grid": (5, 4),
     "attention.name": "pooled",
     "attention.pattern": "full",
@@ -64,10 +64,10 @@ MVIT_MODEL: dict[str, Any] = SWIN_MODEL | {
     "embedding": {"name": "overlapping_patches", "patch_size": 4, "n_class_tokens": 0},
 }
 PYRAMID_OPTIONS = {
-    "stages.grid": (5, 4), "stages.heads": (4, 8), "d_model": 32, "attention.pattern.window": 3,
+    "stages.grid": (5, 4), "stages.n_heads": (4, 8), "d_model": 32, "attention.pattern.window": 3,
 }  # fmt: skip
 """Maps of 5 × 4, which are padded and shifted, then 3 × 2, one window smaller than the table."""
-MVIT_HEADS = {"stages.heads": (4, 8), "d_model": 32}
+MVIT_HEADS = {"stages.n_heads": (4, 8), "d_model": 32}
 FAMILY_MODELS = {
     "gpt": ModelConfig.from_dotted(
         **SMALL_MODEL, **DROPOUTS, n_mtp_heads=1,

@@ -139,8 +139,8 @@ def few_layers(config: Config) -> list[str]:
     """
     model, parallel = config.model, config.parallel
     if model.stages is not None:
-        by_stage = [min(layers, 6) for layers in model.stages.layers]
-        return [f"model.n_layers={sum(by_stage)}", f"model.stages.layers={by_stage}"]
+        by_stage = [min(layers, 6) for layers in model.stages.n_layers]
+        return [f"model.n_layers={sum(by_stage)}", f"model.stages.n_layers={by_stage}"]
     if model.text_tower is not None:
         return [f"model.{tower}n_layers=2" for tower in ("", "text_tower.")]
     kinds = [model.layer_types.index(kind) + 1 for kind in set(model.layer_types)]

@@ -82,8 +82,8 @@ def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
     common = {
         **read_mapped(hf_config, SWIN_MAPPING),
         "family": "hierarchical",
-        "stages.layers": tuple(depths),
-        "stages.heads": tuple(hf_config["num_heads"]),
+        "stages.n_layers": tuple(depths),
+        "stages.n_heads": tuple(hf_config["num_heads"]),
         "stages.grid": (side, side),
         "attention.name": "windowed",
         "attention.pattern": {"name": "windows_2d", "window": hf_config["window_size"]},
@@ -117,14 +117,14 @@ def write_swin(config: ModelConfig) -> Json:
         **write_mapped(config, SWIN_MAPPING),
         "image_size": stages.grid[0] * embedding.patch_size,
         "patch_size": embedding.patch_size,
-        "depths": list(stages.layers),
-        "num_heads": list(stages.heads),
+        "depths": list(stages.n_layers),
+        "num_heads": list(stages.n_heads),
         "window_size": pattern.window,
         "mlp_ratio": config.ffn.d_ff / config.d_model,
         "qkv_bias": True,
         "hidden_act": activation_to_hf(config.ffn.activation),
         "layer_norm_eps": config.norm.eps,
-        "hidden_size": config.d_model * 2 ** (len(stages.layers) - 1),
+        "hidden_size": config.d_model * 2 ** (len(stages.n_layers) - 1),
         "image_mean": list(embedding.mean),
         "image_std": list(embedding.std),
         **(write_labels(config) if config.extra_heads else {}),
@@ -175,7 +175,7 @@ def write_swin_v2(config: ModelConfig) -> Json:
     """Write config.json, the inverse of `read_swin_v2`."""
     require_variant(config.attention, WindowedAttentionConfig, "model.attention")
     position = require_variant(config.position, LogRelative2dConfig, "model.position")
-    windows = position.pretrained_windows or [0] * len(_get_stages(config).layers)
+    windows = position.pretrained_windows or [0] * len(_get_stages(config).n_layers)
     return {**write_swin(config), "pretrained_window_sizes": list(windows)}
 
 
@@ -221,12 +221,12 @@ def map_swin(prefix: str, block: Sequence[WeightMapping], config: ModelConfig) -
         *rename_linear("encoder.embedding.norm", f"{prefix}embeddings.norm", bias=True),
     ]
     depth = 0
-    for stage, layers in enumerate(stages.layers):
+    for stage, layers in enumerate(stages.n_layers):
         hf_prefix = f"{prefix}encoder.layers.{stage}."
         for i in range(layers):
             mappings += add_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{i}.", block)
             depth += 1
-        for megatfm_name, name, bias in merging if stage + 1 < len(stages.layers) else ():
+        for megatfm_name, name, bias in merging if stage + 1 < len(stages.n_layers) else ():
             mappings += rename_linear(
                 f"encoder.merges.{stage}.{megatfm_name}", f"{hf_prefix}downsample.{name}", bias=bias
             )

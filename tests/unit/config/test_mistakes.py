@@ -70,7 +70,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
     ("model=7", "model = 7: this is a section; for example model = { d_model = 256, n_layers = 4, attenti"),
     ("objective.name=[1]", "objective.name = [1]: input should be a valid string"),
     ("model.latent=5", "model.latent: unknown key (did you mean "),
-    ("model.stages.layers=[]", "model.stages.layers = []: tuple should have at least 1 item"),
+    ("model.stages.n_layers=[]", "model.stages.n_layers = []: tuple should have at least 1 item"),
     ("objective=7", 'objective = 7: this is a section; for example objective = { name = "causal" }'),
     ("model.attention=", "model.attention: is required; for example model.attention = { n_heads = 4 }"),
     (

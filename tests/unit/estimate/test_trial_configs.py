@@ -134,10 +134,10 @@ def test_query_heads_still_share_keys() -> None:
 
 def test_stages_keep_their_ratios() -> None:
     models = [config.model for config in list_on_cpu("swin-t")]
-    heads = {m.d_model: m.stages.heads for m in models if m.stages}
+    heads = {m.d_model: m.stages.n_heads for m in models if m.stages}
     assert heads == {96: (3, 6, 12, 24), 64: (2, 4, 8, 16)} | dict.fromkeys((32, 24, 16, 8), (1, 2, 4, 8))
     assert all(m.ffn.d_ff == 4 * m.d_model for m in models)
-    assert {(m.n_layers, m.stages and m.stages.layers) for m in models} == {(8, (2, 2, 2, 2)), (10, (2, 2, 4, 2))}
+    assert {(m.n_layers, m.stages and m.stages.n_layers) for m in models} == {(8, (2, 2, 2, 2)), (10, (2, 2, 4, 2))}
 
 
 def test_second_towers_and_decoders_are_divided() -> None:

@@ -77,8 +77,8 @@ def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
     config = small(preset, ParallelConfig(dp_shard=2, zero=1))
     changes: dict[str, object] = {"train.global_batch": 2 * config.train.micro_batch}
     if config.model.stages is not None:
-        heads = config.model.stages.heads[:2]
-        changes |= {"model.n_layers": 3, "model.stages.layers": (1, 2), "model.stages.heads": heads}
+        heads = config.model.stages.n_heads[:2]
+        changes |= {"model.n_layers": 3, "model.stages.n_layers": (1, 2), "model.stages.n_heads": heads}
     if config.model.n_encoder_layers:
         changes |= {"model.n_layers": 1, "model.n_encoder_layers": 1}
     trace = traced(config.with_changes(changes), tmp_path, 2, 1)

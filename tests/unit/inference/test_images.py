@@ -295,7 +295,7 @@ def test_one_layer_without_attention_reaches_itself() -> None:
 def test_layers_that_see_parts_are_refused() -> None:
     """A Swin transformer, whose maps shrink from stage to stage."""
     config = ModelConfig.from_dotted(
-        {"family": "hierarchical", "d_model": 8, "stages": {"layers": [1, 1], "heads": [1, 2], "grid": [3, 3]},
+        {"family": "hierarchical", "d_model": 8, "stages": {"n_layers": [1, 1], "n_heads": [1, 2], "grid": [3, 3]},
          "attention": {"name": "windowed", "pattern": {"name": "windows_2d", "window": 2}},
          "position.name": "relative_2d", "ffn.d_ff": 16, "ffn.activation": "gelu", "norm.name": "layer_norm",
          "embedding": {"name": "patches", "patch_size": SIDE, "n_class_tokens": 0}, "lm_head.name": "none"},

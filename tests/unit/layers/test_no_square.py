@@ -193,7 +193,7 @@ def largest_of_image(height: int, width: int, options: dict[str, Any]) -> Larges
     return largest
 
 
-IMAGES = SWIN_MODEL | {"d_model": 4, "stages.layers": (2, 1), "stages.heads": (1, 2), "ffn.d_ff": 4}
+IMAGES = SWIN_MODEL | {"d_model": 4, "stages.n_layers": (2, 1), "stages.n_heads": (1, 2), "ffn.d_ff": 4}
 
 
 @pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["swin", "swin v2"])

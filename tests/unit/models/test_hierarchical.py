@@ -206,7 +206,7 @@ def logits(image_CHW: Tensor, model: nn.Module, p: Weights) -> Tensor:
     stages, kv_stride, depth = model.config.stages, model.config.attention.kv_stride, 0
     name = "encoder.embedding.overlapping_patches"
     x = F.conv2d(image_CHW[None], p[f"{name}.weight"], p[f"{name}.bias"], stride=4, padding=3)[0].permute(1, 2, 0)
-    for stage, (layers, heads) in enumerate(zip(stages.layers, stages.heads, strict=True)):
+    for stage, (layers, heads) in enumerate(zip(stages.n_layers, stages.n_heads, strict=True)):
         kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
         for number in range(layers):
             x = block(x, heads, p, f"encoder.layers.{depth}", 2 if stage and not number else 1, kv_stride)
@@ -217,7 +217,10 @@ def logits(image_CHW: Tensor, model: nn.Module, p: Weights) -> Tensor:
 CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "even": ({"stages.grid": (8, 8)}, (32, 32)),
     "odd": ({"stages.grid": (5, 7)}, (20, 28)),
-    "widened by the network": ({"attention.widening": "ffn", "stages.heads": (2, 4), "stages.grid": (6, 8)}, (24, 32)),
+    "widened by the network": (
+        {"attention.widening": "ffn", "stages.n_heads": (2, 4), "stages.grid": (6, 8)},
+        (24, 32),
+    ),
     "larger than trained": ({"stages.grid": (4, 6)}, (28, 20)),
 }
 

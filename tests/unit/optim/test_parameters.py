@@ -144,7 +144,9 @@ def test_layer_decay_leaves_heads_at_the_full_rate() -> None:
 
 def test_layer_decay_of_patch_merging_is_that_of_the_block_before_it() -> None:
     """SimMIM's released optimizer.py: `get_swin_layer`."""
-    config = FAMILY_MODELS["swin"].with_changes({"stages.layers": (1, 3, 2), "stages.heads": (4, 8, 16), "n_layers": 6})
+    config = FAMILY_MODELS["swin"].with_changes(
+        {"stages.n_layers": (1, 3, 2), "stages.n_heads": (4, 8, 16), "n_layers": 6}
+    )
     with torch.device("meta"):
         parameters = describe_parameters(build(config), AdamWConfig(lr=1e-3, layer_decay=0.5))
     for stage, last in ((0, 0), (1, 3)):

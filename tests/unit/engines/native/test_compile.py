@@ -201,7 +201,11 @@ def test_compiled_blocks_of_images_equal_one_device(workers: Workers, name: str,
     assert graphs >= blocks
 
 
-TWO_BLOCKS = {"class": {}, "swin": {"stages.layers": (2,), "stages.heads": (4,)}, "mvit v2": {"stages.layers": (1, 1)}}
+TWO_BLOCKS = {
+    "class": {},
+    "swin": {"stages.n_layers": (2,), "stages.n_heads": (4,)},
+    "mvit v2": {"stages.n_layers": (1, 1)},
+}
 """Model → what makes it one of two blocks. Swin's are of one stage, the second with shifted windows."""
 
 
