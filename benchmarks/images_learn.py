@@ -44,7 +44,7 @@ VIT_4 = (
 )  # fmt: skip
 SWIN = (
     "model.family=hierarchical", "model.d_model=64", "model.ffn.d_ff=256", "model.embedding.patch_size=4",
-    "model.stages={layers=[2,2],heads=[2,4],grid=[8,8]}", "model.embedding.norm=true", "data.sequence_length=64",
+    "model.stages={n_layers=[2,2],n_heads=[2,4],grid=[8,8]}", "model.embedding.norm=true", "data.sequence_length=64",
     'model.attention={name="windowed",pattern={name="windows_2d",window=4}}', 'model.position={name="relative_2d"}',
 )  # fmt: skip
 MAE = (

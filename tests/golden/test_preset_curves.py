@@ -48,17 +48,17 @@ SMALL_VISION = {
 }  # fmt: skip
 SMALL_SWIN = {
     "model.family": "hierarchical", "model.n_layers": 3, "model.position": '{name = "relative_2d"}',
-    "model.stages": "{layers = [2, 1], heads = [2, 4], grid = [4, 4]}",
+    "model.stages": "{n_layers = [2, 1], n_heads = [2, 4], grid = [4, 4]}",
     "model.attention": '{name = "windowed", pattern = {name = "windows_2d", window = 2}}',
 }  # fmt: skip
 SMALL_SWIN_V2 = SMALL_SWIN | {
     "model.position": '{name = "log_relative_2d"}', "model.norm.placement": "res_post",
-    "model.stages": '{layers = [2, 1], heads = [2, 4], grid = [4, 4], merging_norm = "output"}',
+    "model.stages": '{n_layers = [2, 1], n_heads = [2, 4], grid = [4, 4], merging_norm = "output"}',
     "model.attention": '{name = "windowed", cosine = true, pattern = {name = "windows_2d", window = 2}}',
 }  # fmt: skip
 SMALL_MVIT = {
     "model.family": "hierarchical", "model.n_layers": 3, "model.position": '{name = "relative_axes"}',
-    "model.stages": "{layers = [1, 2], heads = [1, 2], grid = [4, 4]}", "model.attention": '{name = "pooled"}',
+    "model.stages": "{n_layers = [1, 2], n_heads = [1, 2], grid = [4, 4]}", "model.attention": '{name = "pooled"}',
     "model.embedding.name": "overlapping_patches", "model.embedding.margin": 1,
 }  # fmt: skip
 SMALL_LLAVA = {
