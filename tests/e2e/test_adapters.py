@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import megatfm
+from megatfm.checkpoint import find_checkpoint
 from tests.support.files import read_lines, write_lines
 from tests.support.finetuning_tasks import (
     ANIMALS,
@@ -105,13 +106,17 @@ def test_adapters_of_an_encoder_and_its_head(folder: Path, capfd: pytest.Capture
     assert (folder / "adapter/adapter_model.safetensors").stat().st_size < 60_000
     import peft
 
-    base = transformers.BertForSequenceClassification.from_pretrained(folder / "bert", num_labels=2)
-    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    assert config["base_model_name_or_path"] == str(folder / "bert"), "so that PEFT opens both"
+    adapted = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder / "adapter", num_labels=2).eval()
     with torch.no_grad():
         torch.testing.assert_close(adapted(**tokens).logits.softmax(-1), expected, rtol=0, atol=2e-6)
     assert run_command("convert", "runs/topics", "again", "--to", "peft") == 0
     assert run_command("convert", "bert", "none", "--to", "peft") == 2
     assert "in the Hugging Face format" in capfd.readouterr().err
+    (folder / "bert").rename(folder / "moved")
+    assert run_command("convert", "runs/topics", "later", "--to", "peft") == 0
+    base = json.loads((folder / "later/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert find_checkpoint(base) == Path(base), "our copy of the base"
 
 
 def test_preferences_from_pairs_to_a_merged_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

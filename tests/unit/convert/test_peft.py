@@ -30,7 +30,6 @@ from megatfm.convert.weight_mapping import WeightMapping, map_name
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.text import load_model
 from megatfm.layers.lora import is_factor
-from megatfm.train.init_from import identify_checkpoint
 from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder, get_vocabulary_logits
 from tests.support.hf_folders import build_hf_decoder, build_hf_gpt2, build_hf_llama, decoder_logits
 from tests.support.reference_gradients import cast_to_float64
@@ -135,24 +134,6 @@ def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 6, 0.1)
     assert config["target_modules"] == ["q_proj", "v_proj"]
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
-
-
-def test_an_adapter_names_the_folder_that_its_base_was_converted_from(tmp_path: Path) -> None:
-    """PEFT opens it by that alone. Where it is gone, the adapter names our checkpoint, which `--to hf` exports."""
-    import peft
-
-    expected = logits(save_adapter(build_hf_llama(), tmp_path, ["q_proj"]))
-    from_peft(tmp_path / "adapter", tmp_path / "megatfm")
-    convert(tmp_path / "base", tmp_path / "ours", "megatfm")
-    base = checkpoint.find_checkpoint(tmp_path / "ours")
-    checkpoint.update_state(
-        checkpoint.find_checkpoint(tmp_path / "megatfm"), {"base": identify_checkpoint(base)}
-    )  # as in a run that trained the adapter from there
-    to_peft(tmp_path / "megatfm", tmp_path / "back")
-    assert_close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "back").eval()), expected)
-    (tmp_path / "base").rename(tmp_path / "moved")
-    to_peft(tmp_path / "megatfm", tmp_path / "again")
-    assert json.loads((tmp_path / "again" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] == str(base)
 
 
 def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
