@@ -101,6 +101,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
         from megatfm.convert.electra_pair import choose_exported_models
         from megatfm.train.corpora import open_tokenizer
 
+        # Raises UsageError now, not after training, if transformers has no class for the model.
         choose_exported_models(open_tokenizer(config)[0].model.model_copy(update={"lora": None}))
     folder, new_paths = config.run_folder, NewPaths()
     write_run_config(config, folder / RESOLVED_CONFIG, new_paths)

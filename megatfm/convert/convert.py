@@ -23,7 +23,7 @@ from megatfm.config.load import parse_stored_config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.architectures.task_heads import make_task_labels
 from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, write_json, write_weights
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, stamp_weights, write_json, write_weights
 from megatfm.convert.starting_config import adopt_image_options, make_starting_config, write_preprocessor
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import list_checkpoint_tensors
@@ -189,8 +189,9 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     starting_config = make_starting_config(target, hf_model.config, tokenizer_file, hf_model.max_length)
     config, image_notes = adopt_image_options(starting_config, source)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
-    state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}, "hf_folder": str(source.absolute())}
+    state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
     if isinstance(hf_model, HfFolder):
+        state["hf_folder"] = {"path": str(source.absolute()), "weights": stamp_weights(source)}
         hf_config = hf_model.architecture.config_to_hf(hf_model.config)
         state["origin"] = tokenizer_files.record_origin(source, hf_model.name, hf_model.json, hf_config)
         if tokenizer and tokenizer_file:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import JsonValue
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -36,6 +37,12 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 def is_hf_folder(path: str | Path) -> bool:
     """Return whether a path is a folder with a config.json."""
     return (Path(path) / CONFIG).is_file()
+
+
+def stamp_weights(folder: Path) -> dict[str, JsonValue]:
+    """Return file name → [bytes, time of the last change in ns] of a folder's weights, which other content changes."""
+    stats = {path.name: path.stat() for path in sorted(folder.glob("*.safetensors"))}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 class HfFolder:

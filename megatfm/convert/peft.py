@@ -25,7 +25,7 @@ from megatfm.config.model_parts import LoRAConfig
 from megatfm.convert.architecture import Architecture
 from megatfm.convert.convert import check_is_new, new_folder, open_best_checkpoint
 from megatfm.convert.electra_pair import choose_exported_models
-from megatfm.convert.hf_checkpoint import is_hf_folder, write_json
+from megatfm.convert.hf_checkpoint import stamp_weights, write_json
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
@@ -83,9 +83,11 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
 
 
 def _find_base(base_model: Mapping[str, Any]) -> str:
-    """Return the Hugging Face folder of the base model if it is still there, which PEFT opens, else its checkpoint."""
+    """Return the Hugging Face folder of the base model, which PEFT opens, or its checkpoint if the folder changed."""
     hf_folder = base_model.get("hf_folder")
-    return hf_folder if hf_folder and is_hf_folder(Path(hf_folder)) else str(base_model["checkpoint"])
+    if hf_folder is not None and stamp_weights(Path(hf_folder["path"])) == hf_folder["weights"]:
+        return str(hf_folder["path"])
+    return str(base_model["checkpoint"])
 
 
 def _convert_trained(

@@ -84,12 +84,12 @@ def test_an_exported_head_gives_the_same_probabilities(name: str, folder: Path) 
     tokenizer = tokenizers.load(folder / "exported")
     is_xlnet = name.startswith("XLNet")
     frame = build_frame(tokenizer, ExampleFormat(0, is_causal=name.endswith("CausalLM"), ends_in_cls=is_xlnet))
-    theirs = transformers.AutoTokenizer.from_pretrained(folder / "exported")
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
     for row, prediction in zip(rows, predicted[:9], strict=False):
         ids = torch.tensor(frame.wrap(tokenizer.encode(row["text"])).tokens)[None]
-        assert theirs(row["text"]).input_ids == ids[0].tolist()
+        assert hf_tokenizer(row["text"]).input_ids == ids[0].tolist()
         pair = frame.wrap(tokenizer.encode("red lamp"), tokenizer.encode(row["text"])).tokens
-        assert theirs("red lamp", row["text"]).input_ids == pair.tolist()
+        assert hf_tokenizer("red lamp", row["text"]).input_ids == pair.tolist()
         segments = {"token_type_ids": torch.tensor([[0] * (ids.shape[1] - 1) + [2]])} if is_xlnet else {}
         with torch.no_grad():
             shares = model(ids, **segments).logits[0].softmax(-1)

@@ -268,7 +268,7 @@ def test_a_preset_takes_at_most_three_files_to_read() -> None:
     ("finetune.toml", "checkpoints"), ("finetune.toml", "task"),
 ])  # fmt: skip
 def test_old_keys_are_renamed_in_configs_that_a_command_stored(tmp_path: Path, name: str, beside: str) -> None:
-    """The same file is the user's own if no file of a run is beside it: an error names the new key."""
+    """A file of that name is the user's own if no file of a run is beside it: an error names the new key."""
     path = write(tmp_path / "run" / name, 'extends = "quickstart"\n[optimizer]\nclip = 0.25\n')
     with pytest.raises(UsageError, match=r"optimizer\.clip is optimizer\.max_grad_norm now"):
         load_config(path)

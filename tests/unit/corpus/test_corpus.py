@@ -131,8 +131,13 @@ def test_show_says_how_a_corpus_was_made(folder: Path) -> None:
     """A line for each section; classes and shares of tokens are described above."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     config = {"version": 5, "read": {"folder": "/ä", "exclude": []}, "steps": [{"name": "language"}]}
-    made = {"split": "train", "config": config, "holds": {"language": [1, [["en", 1, 1, 1]]]}, "input": {"b": None}}
-    manifest["provenance"] = made
+    provenance = {
+        "split": "train",
+        "config": config,
+        "holds": {"language": [1, [["en", 1, 1, 1]]]},
+        "input": {"b": None},
+    }
+    manifest["provenance"] = provenance
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     lines = describe_corpus(folder).splitlines()
     assert [line for line in lines if line.startswith(("made", "language"))] == [
